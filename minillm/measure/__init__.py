@@ -1,0 +1,1 @@
+"""Clocks, ceilings, ledgers: how the course measures (chapters 00, 03, 15, 35)."""
