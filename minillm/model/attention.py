@@ -27,9 +27,7 @@ class LayerInfo:
     softcap: float | None = None
 
 
-def visible(
-    time: int, length: int, window: int | None = None, padding: Tensor | None = None, device=None
-) -> Tensor:
+def visible(time: int, length: int, window: int | None = None, padding: Tensor | None = None, device=None) -> Tensor:
     """True where a query may look: [time, length], or [batch, 1, time, length] with padding.
 
     window: a query sees itself and the window - 1 tokens before it.
@@ -80,7 +78,7 @@ def naive_attention(
 ) -> Tensor:
     """The formula, written out. mask: True where a query may look, broadcastable to [batch, 1, time, length]."""
     batch, heads, time, dim = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
+    kv_heads = k.shape[1]
     q = q.reshape(batch, kv_heads, heads // kv_heads, time, dim)  # [batch, kv_heads, group, time, dim]
     scores = (q @ k.unsqueeze(2).transpose(-1, -2)) * scale  # [batch, kv_heads, group, time, length]
     if softcap is not None:

@@ -99,9 +99,7 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer >= 1")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary positions")
         if self.activation not in ACTIVATIONS:

@@ -178,9 +178,7 @@ class Decoder(nn.Module):
         cap = self.config.logit_softcap
         return scores if cap is None else torch.tanh(scores / cap) * cap
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
     @property
@@ -204,7 +202,7 @@ def replace_linears(model: nn.Module, make: Callable[[str, nn.Linear], nn.Module
 
 
 def init_weights(model: Decoder, seed: int = 0) -> Decoder:
-    """Seeded random weights: normal(0, 0.02), the two projections into the residual stream divided by sqrt(2 layers)."""
+    """Seeded random weights: normal(0, 0.02), the projections into the residual stream divided by sqrt(2 layers)."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
