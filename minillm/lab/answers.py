@@ -59,7 +59,7 @@ def same_body(answer: Any, given: Any) -> bool:
     """Is the answer still the code that the reader was given? Comments, docstring and annotations do not count."""
     try:
         return _body(answer) == _body(given)
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, AttributeError):  # a lambda, an object, something without source
         return False
 
 

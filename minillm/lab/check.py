@@ -33,7 +33,7 @@ class Task:
     cases: Callable[[Rng], Iterable[Case]]
     hints: list[Hint] = field(default_factory=list)
     given: Any = None  # for "debug it": the function with the bug, as the reader is given it
-    limit_s: float = 30.0
+    limit_s: float = 20.0
 
 
 @dataclass
@@ -79,7 +79,7 @@ _LEDGER: dict[str, tuple[str, set[str]]] = {}  # task -> (status, names of the a
 
 
 def register(
-    task: str, *, points: int = 1, title: str, hints: Iterable[Hint] = (), given: Any = None, limit_s: float = 30.0
+    task: str, *, points: int = 1, title: str, hints: Iterable[Hint] = (), given: Any = None, limit_s: float = 20.0
 ):
     """Decorate a generator of cases, `def cases(rng): yield Case(...)`, as the check of one task."""
 
