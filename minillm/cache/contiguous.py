@@ -81,6 +81,13 @@ class ContiguousCache:
         ).transpose(1, 2)  # [batch, time, heads, dim]
         return out.squeeze(0) if single else out
 
+    def keep(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in this order. Copies what is kept."""
+        index = torch.tensor(rows, device=self.k.device)
+        self.k, self.v = self.k.index_select(1, index), self.v.index_select(1, index)
+        if self.padding is not None:
+            self.padding = self.padding[index]
+
     def truncate(self, length: int) -> None:
         """Forget all but the first `length` tokens. Costs nothing: later writes go over them."""
         if not 0 <= length <= self.length:

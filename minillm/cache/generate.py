@@ -1,0 +1,47 @@
+"""Generation with a cache is two workloads: prefill reads the prompt at once, decode adds one token at a time.
+
+Chapter 02. Prefill multiplies matrices by matrices and is bound by arithmetic; decode multiplies them by vectors and
+is bound by reading the weights. Both are one forward through the same decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.cache.contiguous import ContiguousCache
+from minillm.model.decoder import Decoder, KVCache
+from minillm.model.generate import check_prompt, greedy
+
+
+@torch.inference_mode()
+def prefill(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
+    """tokens [batch, time] -> logits of the last token [batch, vocab]. The head runs on one token a row only."""
+    return model.logits(model.hidden(tokens, cache=cache)[:, -1])
+
+
+@torch.inference_mode()
+def decode(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
+    """One new token a row, tokens [batch] -> logits [batch, vocab]."""
+    return model.logits(model.hidden(tokens[:, None], cache=cache)[:, -1])
+
+
+def generate_cached(
+    model: Decoder,
+    prompt: Sequence[int],
+    max_tokens: int,
+    choose: Callable[[Tensor], Tensor] = greedy,
+    cache: KVCache | None = None,
+) -> list[int]:
+    """The tokens of `generate_naive`, with one row of work a step. cache: empty; by default as long as is needed."""
+    check_prompt(prompt, model.config)
+    steps = min(max_tokens, model.config.max_length + 1 - len(prompt))
+    if cache is None:
+        cache = ContiguousCache(model.config, 1, len(prompt) + steps, model.dtype, model.device)
+    logits = prefill(model, torch.tensor([prompt], device=model.device), cache)  # [1, vocab]
+    new = [choose(logits)]  # [1] each
+    while len(new) < steps:
+        new.append(choose(decode(model, new[-1], cache)))
+    return torch.cat(new).tolist()
