@@ -18,7 +18,8 @@ from torch import Tensor
 
 from minillm.errors import ConfigError, WeightsError
 from minillm.model.config import ModelConfig
-from minillm.model.families import FAMILIES, config_from_hf, id_tuple
+from minillm.model.config_json import config_from_hf, id_tuple
+from minillm.model.families import FAMILIES
 from minillm.model.hub import PICKLE_ENDINGS
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

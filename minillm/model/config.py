@@ -1,7 +1,7 @@
 """One dataclass that describes every decoder of the course.
 
 Chapter 01. A family (Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3, SmolLM2, GPT-2) is a setting of these
-fields, never a subclass: `decoder.py` reads the fields and does not know family names. `families.py` translates
+fields, never a subclass: `decoder.py` reads the fields and does not know family names. `config_json.py` translates
 Hugging Face's `config.json` into this.
 """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError, UnsupportedArchitectureError, WeightsError
 from minillm.model.config import ModelConfig, RopeScaling
-from minillm.model.families import config_from_hf
+from minillm.model.config_json import config_from_hf
 from minillm.model.rope import inverse_frequencies
 
 TENSOR_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")

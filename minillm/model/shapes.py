@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from minillm.errors import UnknownModelError
 from minillm.model.config import ModelConfig
-from minillm.model.families import config_from_hf
+from minillm.model.config_json import config_from_hf
 
 _LLAMA3 = {
     "rope_type": "llama3",

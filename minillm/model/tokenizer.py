@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from minillm.errors import ConfigError, PromptError, WeightsError, illegal
 from minillm.model.chat import render
-from minillm.model.families import id_tuple
+from minillm.model.config_json import id_tuple
 from minillm.model.hub import resolve
 from minillm.model.shapes import known_shape
 
