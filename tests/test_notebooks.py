@@ -14,7 +14,8 @@ pytest.importorskip("jupytext")
 
 from minillm.lab import build, masters
 from minillm.lab.check import tasks
-from minillm.lab.grade import CHECK, run
+from minillm.lab.grade_run import run
+from minillm.lab.masters import CHECK
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.py"))

@@ -159,7 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     names = [Path(name).name.split(".")[0] for name in options.names]
     if options.check:
-        found = find_stale(options.root)
+        try:
+            found = find_stale(options.root)
+        except MasterError as error:
+            print(error, file=sys.stderr)
+            return 2
         found = {k: v for k, v in found.items() if not names or any(Path(k).name.startswith(n) for n in names)}
         for file, reason in found.items():
             print(f"stale: {file} {reason}")

@@ -73,6 +73,13 @@ class NotStarted(CheckFailed):
     """There is no answer yet: nothing is wrong."""
 
 
+class UnknownTask(ValueError):
+    """check() was given a name that no chapter has."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"✗ {self}"]
+
+
 _TASKS: dict[str, Task] = {}
 _LOADED: set[str] = set()
 _LEDGER: dict[str, tuple[str, set[str]]] = {}  # task -> (status, names of the answer), for this kernel
@@ -113,7 +120,7 @@ def find(task: str) -> Task:
     known = tasks(task.split(".")[0])
     if task not in _TASKS:
         names = ", ".join(other.id for other in known) or "none"
-        raise ValueError(f"there is no task {task!r}; this chapter has: {names}")
+        raise UnknownTask(f"there is no task {task!r}; this chapter has: {names}")
     return _TASKS[task]
 
 

@@ -6,6 +6,7 @@
 
 import ast
 import hashlib
+import linecache
 import re
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def cells_digest(notebook: NotebookNode) -> str:
 
 def read_master(path: Path) -> NotebookNode:
     """The cells of a master, with ids made from their content."""
-    import jupytext
+    try:
+        import jupytext
+    except ImportError:
+        raise MasterError("building needs jupytext: pip install -e '.[dev]'") from None
 
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     seen: dict[str, int] = {}
@@ -140,13 +144,11 @@ def check_calls(notebook: NotebookNode) -> dict[str, str]:
     return calls
 
 
-def definitions(notebook: NotebookNode, upto: str = "") -> dict:
+def definitions(notebook: NotebookNode) -> dict:
     """Run the imports, definitions and assignments of a notebook, without its checks and demonstrations.
 
     An assignment that fails (it may need a demonstration's result) is passed over. Returns the namespace.
     """
-    import linecache
-
     space: dict = {"__name__": "minillm_answers"}
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for number, cell in enumerate(notebook.cells):
