@@ -1,4 +1,4 @@
-"""Chapter 00's instruments: counts equal to torch's own, request metrics of a trace worked out by hand, sane ceilings."""
+"""Chapter 00's instruments: counts equal to torch's, request metrics equal to a trace worked out by hand."""
 
 import json
 import math
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minillm.cache.contiguous import ContiguousCache
-from minillm.measure import clock, counts, records
+from minillm.measure import clock, counts, machine, records
+from minillm.measure.roofline import Roofline, place, roofline
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
 from minillm.model.shapes import SHAPES, shape
@@ -179,3 +180,33 @@ def test_records_survive_json_and_refuse_what_was_not_measured(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         records.read(tmp_path / "bad.json")
+
+
+def test_roofline_by_hand():
+    roof = Roofline(peak=100e9, bandwidth=20e9)
+    assert roof.ridge == 5.0
+    assert (roof.attainable(0.5), roof.attainable(5.0), roof.attainable(80.0)) == (10e9, 100e9, 100e9)
+    x, y = roof.curve(0.5, 50, 3)
+    assert (x.tolist(), y.tolist()) == (pytest.approx([0.5, 5, 50]), pytest.approx([10e9, 100e9, 100e9]))
+    step = counts.forward_counts(shape("smollm2-135m"), 1, 100)
+    decode = place(step, 2 * step.total_bytes / 20e9, roof, "decode")
+    assert (decode.bound, decode.share_of_bandwidth, decode.share_of_roof) == ("memory", 0.5, 0.5)
+    assert decode.flops_per_second / decode.bytes_per_second == pytest.approx(step.intensity)
+    long = counts.forward_counts(shape("smollm2-135m"), 512)
+    prefill = place(long, 4 * long.total_flops / 100e9, roof)
+    assert (prefill.bound, prefill.share_of_peak) == ("compute", 0.25)
+    with pytest.raises(ValueError, match="seconds=0"):
+        place(step, 0, roof)
+
+
+def test_ceilings_are_measured_once_and_named():
+    found = machine.ceilings("cpu", fast=True)
+    assert found is machine.ceilings("cpu", fast=True)
+    assert found.read_bandwidth == max(found.read_kernels.values()) > 0
+    assert found.copy_bandwidth > 0
+    assert set(found.matmul) >= {"float32", "bfloat16"}
+    assert str(torch.get_num_threads()) in str(found)
+    roof = roofline(found, torch.float32)
+    assert roof.attainable(roof.ridge * 10) == found.peak("float32") == found.matmul["float32"]
+    with pytest.raises(ValueError, match="no matmul ceiling was measured for int8"):
+        found.peak("int8")

@@ -74,7 +74,7 @@ def synchronize() -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """One call, from a quiet device to a quiet device. A GPU kernel of microseconds needs `timed(cuda_events=True)`."""
+    """One call, from a quiet device to a quiet device. GPU kernels of microseconds need `timed(cuda_events=True)`."""
     synchronize()
     start = time.perf_counter()
     function()

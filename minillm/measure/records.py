@@ -86,11 +86,11 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    return f"{processor_name()}, {torch.get_num_threads()} threads"
 
 
 @lru_cache(maxsize=1)
-def _processor() -> str:
+def processor_name() -> str:
     """The processor's own name; platform.processor() knows only its family on Linux."""
     info = Path("/proc/cpuinfo")
     if info.exists():
