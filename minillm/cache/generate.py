@@ -6,7 +6,7 @@ is bound by reading the weights. Both are one forward through the same decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,26 @@ def decode(model: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
     return model.logits(model.hidden(tokens[:, None], cache=cache)[:, -1])
 
 
+def cached_tokens(
+    model: Decoder,
+    prompt: Sequence[int],
+    max_tokens: int,
+    choose: Callable[[Tensor], Tensor] = greedy,
+    cache: KVCache | None = None,
+) -> Iterator[int]:
+    """The tokens of `naive_tokens`, with one row of work a step. cache: empty; by default as long as is needed."""
+    check_prompt(prompt, model.config)
+    steps = min(max_tokens, model.config.max_length + 1 - len(prompt))
+    if cache is None:
+        cache = ContiguousCache(model.config, 1, len(prompt) + steps, model.dtype, model.device)
+    logits = prefill(model, torch.tensor([prompt], device=model.device), cache)  # [1, vocab]
+    for step in range(steps):
+        token = choose(logits)  # [1]
+        yield token.item()
+        if step + 1 < steps:
+            logits = decode(model, token, cache)
+
+
 def generate_cached(
     model: Decoder,
     prompt: Sequence[int],
@@ -35,13 +55,5 @@ def generate_cached(
     choose: Callable[[Tensor], Tensor] = greedy,
     cache: KVCache | None = None,
 ) -> list[int]:
-    """The tokens of `generate_naive`, with one row of work a step. cache: empty; by default as long as is needed."""
-    check_prompt(prompt, model.config)
-    steps = min(max_tokens, model.config.max_length + 1 - len(prompt))
-    if cache is None:
-        cache = ContiguousCache(model.config, 1, len(prompt) + steps, model.dtype, model.device)
-    logits = prefill(model, torch.tensor([prompt], device=model.device), cache)  # [1, vocab]
-    new = [choose(logits)]  # [1] each
-    while len(new) < steps:
-        new.append(choose(decode(model, new[-1], cache)))
-    return torch.cat(new).tolist()
+    """All the tokens of `cached_tokens`."""
+    return list(cached_tokens(model, prompt, max_tokens, choose, cache))

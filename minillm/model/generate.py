@@ -6,7 +6,7 @@ the course: token n costs a forward over n tokens, so a text of n tokens costs O
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig, name: str = "prompt
         raise PromptError(f"{name} is empty: it must hold at least one token")
     if len(tokens) > config.max_length:
         raise PromptError(
-            f"{name} has {len(tokens)} tokens: the model's context is {config.max_length} (prompt and answer together)"
+            f"{name} has {len(tokens)} tokens: the context is {config.max_length}, prompt and answer together"
         )
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
@@ -35,14 +35,21 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig, name: str = "prompt
 
 
 @torch.inference_mode()
-def generate_naive(
+def naive_tokens(
     model: Decoder, prompt: Sequence[int], max_tokens: int, choose: Callable[[Tensor], Tensor] = greedy
-) -> list[int]:
-    """max_tokens new token ids after the prompt, without any cache. Stops early only at the model's context."""
+) -> Iterator[int]:
+    """New token ids one by one, without any cache. Ends early only at the model's context."""
     check_prompt(prompt, model.config)
     tokens = torch.tensor([prompt], device=model.device)  # [1, time]
     for _ in range(min(max_tokens, model.config.max_length + 1 - len(prompt))):
         hidden = model.hidden(tokens)  # [1, time, hidden]
         token = choose(model.logits(hidden[:, -1]))  # [1]
         tokens = torch.cat((tokens, token[:, None]), dim=1)
-    return tokens[0, len(prompt) :].tolist()
+        yield token.item()
+
+
+def generate_naive(
+    model: Decoder, prompt: Sequence[int], max_tokens: int, choose: Callable[[Tensor], Tensor] = greedy
+) -> list[int]:
+    """All the tokens of `naive_tokens`."""
+    return list(naive_tokens(model, prompt, max_tokens, choose))

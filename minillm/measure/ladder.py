@@ -1,0 +1,116 @@
+"""The ladder: one request, one model, one technique more on every rung.
+
+Chapter 00, and `minillm tour`. Each rung generates the same greedy tokens (checked before any is shown). A rung
+is a function that yields token ids; a chapter that adds a technique adds a rung to RUNGS.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from minillm.cache.generate import cached_tokens
+from minillm.measure.clock import RequestTimes
+from minillm.measure.counts import forward_counts, weight_bytes
+from minillm.measure.machine import Ceilings
+from minillm.model.decoder import Decoder
+from minillm.model.generate import naive_tokens
+from minillm.model.layout import pack_linears
+
+Tokens = Iterator[int]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """prepare(model) -> the model this rung runs. generate(model, prompt, count) -> token ids, as they come."""
+
+    name: str
+    chapter: str
+    generate: Callable[[Decoder, list[int], int], Tokens]
+    prepare: Callable[[Decoder], Decoder] = lambda model: model
+    cached: bool = True
+
+
+def _packed(model: Decoder) -> Decoder:
+    return pack_linears(copy.deepcopy(model))
+
+
+RUNGS = (
+    Rung("naive: recompute everything", "01", naive_tokens, cached=False),
+    Rung("KV cache", "02", cached_tokens),
+    Rung("KV cache, packed weights", "02", cached_tokens, _packed),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rung measured. Seconds, bytes. bandwidth_share: bytes a decode step must move / TPOT / ceiling."""
+
+    name: str
+    chapter: str
+    tokens_per_second: float
+    ttft: float
+    tpot: float
+    weight_bytes: int
+    kv_bytes: int
+    bandwidth_share: float
+    speedup: float
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def timed_request(tokens: Callable[[], Tokens]) -> tuple[list[int], RequestTimes]:
+    """Run one request to its end and note when each token came."""
+    times, ids = RequestTimes(time.perf_counter()), []
+    for token in tokens():
+        times.token()
+        ids.append(token)
+    return ids, times
+
+
+def climb(
+    model: Decoder,
+    prompt: list[int],
+    count: int,
+    ceilings: Ceilings,
+    rungs: tuple[Rung, ...] = RUNGS,
+    repeats: int = 2,
+) -> Iterator[Step]:
+    """Measure each rung: one short warm-up, then the best of `repeats` runs. Refuses rungs whose tokens differ."""
+    reference: list[int] | None = None
+    first_rate = None
+    element = model.embed.weight.element_size()
+    for rung in rungs:
+        prepared = rung.prepare(model)
+        for _ in rung.generate(prepared, prompt, 2):
+            pass
+        best = None
+        for _ in range(repeats):
+            ids, times = timed_request(lambda rung=rung, m=prepared: rung.generate(m, prompt, count))
+            if reference is None:
+                reference = ids
+            if ids != reference:
+                raise RuntimeError(f"{rung.name!r} changed the tokens; speed is not compared: {ids} != {reference}")
+            best = times if best is None or times.e2e < best.e2e else best
+        rate = len(reference) / best.e2e
+        first_rate = first_rate or rate
+        middle = len(prompt) + count // 2
+        if rung.cached:
+            counts = forward_counts(model.config, 1, middle, dtype_bytes=element, scored=1)
+            kv = counts.kv_written * (len(prompt) + count - 1)
+        else:
+            counts, kv = forward_counts(model.config, middle, dtype_bytes=element, scored=1), 0
+        yield Step(
+            name=rung.name,
+            chapter=rung.chapter,
+            tokens_per_second=rate,
+            ttft=best.ttft,
+            tpot=best.tpot,
+            weight_bytes=weight_bytes(model.config, element),
+            kv_bytes=kv,
+            bandwidth_share=counts.total_bytes / best.tpot / ceilings.read_bandwidth,
+            speedup=rate / first_rate,
+        )
