@@ -11,7 +11,7 @@ from minillm.measure import clock, counts, machine, records
 from minillm.measure.roofline import Roofline, place, roofline
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
-from minillm.model.shapes import SHAPES, shape
+from minillm.model.shapes import known_shape
 
 SMALL = ModelConfig(
     vocab_size=101, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=16,
@@ -93,15 +93,19 @@ def test_published_sizes():
         "llama-3.1-8b": 8_030_261_248,
         "llama-3.1-70b": 70_553_706_496,
         "mistral-7b": 7_241_732_096,
+        "llama-3.2-1b": 1_235_814_400,
+        "qwen2.5-0.5b": 494_032_768,
+        "qwen2.5-7b": 7_615_616_512,
         "qwen3-8b": 8_190_735_360,
+        "gemma-2-9b": 9_241_705_984,
     }
-    assert {name: counts.parameter_count(SHAPES[name]) for name in published} == published
+    assert {name: counts.parameter_count(known_shape(name)) for name in published} == published
     with pytest.raises(ValueError, match=r"llama-2-7b"):
-        shape("shape:llama-9b")
+        known_shape("shape:llama-9b")
 
 
 def test_decode_is_two_flops_per_parameter_and_intensity_grows_with_batch():
-    config = shape("llama-2-7b")
+    config = known_shape("llama-2-7b")
     matrices = counts.parameter_count(config) - counts.parameters(config)["embedding"]
     step = counts.forward_counts(config, 1, dtype_bytes=2)
     assert step.total_flops == pytest.approx(2 * matrices, rel=1e-3)
@@ -188,11 +192,11 @@ def test_roofline_by_hand():
     assert (roof.attainable(0.5), roof.attainable(5.0), roof.attainable(80.0)) == (10e9, 100e9, 100e9)
     x, y = roof.curve(0.5, 50, 3)
     assert (x.tolist(), y.tolist()) == (pytest.approx([0.5, 5, 50]), pytest.approx([10e9, 100e9, 100e9]))
-    step = counts.forward_counts(shape("smollm2-135m"), 1, 100)
+    step = counts.forward_counts(known_shape("smollm2-135m"), 1, 100)
     decode = place(step, 2 * step.total_bytes / 20e9, roof, "decode")
     assert (decode.bound, decode.share_of_bandwidth, decode.share_of_roof) == ("memory", 0.5, 0.5)
     assert decode.flops_per_second / decode.bytes_per_second == pytest.approx(step.intensity)
-    long = counts.forward_counts(shape("smollm2-135m"), 512)
+    long = counts.forward_counts(known_shape("smollm2-135m"), 512)
     prefill = place(long, 4 * long.total_flops / 100e9, roof)
     assert (prefill.bound, prefill.share_of_peak) == ("compute", 0.25)
     with pytest.raises(ValueError, match="seconds=0"):

@@ -33,7 +33,7 @@ class Roofline:
         return min(self.peak, self.bandwidth * intensity)
 
     def least_seconds(self, counts: Counts) -> float:
-        """No run of this work can be shorter on this machine: reading and computing overlap, the slower one decides."""
+        """No run of this work can be shorter on this machine: reading and computing overlap, the slower decides."""
         return max(counts.total_flops / self.peak, counts.total_bytes / self.bandwidth)
 
     def curve(self, low: float = 0.1, high: float = 1000.0, points: int = 100) -> tuple[np.ndarray, np.ndarray]:
