@@ -30,7 +30,7 @@ def apply_temperature(logits, temperature):
     The largest logit becomes 0 first. That changes no probability, and nothing can overflow upwards.
     """
     temperature = torch.where(temperature > 0, temperature, 1.0)
-    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
 def mask_min_p(logits, min_p):
@@ -69,16 +69,17 @@ def mask_top_p(logits, top_p, head=4096):
 
 def draw(weights, uniforms):
     """One index a row, with probability weight / sum. weights [batch, vocab], uniforms [batch] in [0, 1)."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)  # [batch, vocab]; float32 would lose the tail
-    total = cumulative[:, -1]  # [batch]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # uniform * total may round up to total
-    point = torch.minimum(uniforms * total, below_total)
+    # float32 would lose the tail; one copy, summed in place, halves the memory traffic.
+    cumulative = weights.to(torch.float64, copy=True).cumsum_(-1)  # [batch, vocab]
+    point = uniforms * cumulative[:, -1]  # [batch]; below the total, since a float64 under 1 is at most 1 - 2**-53
     # right=True: the first index whose cumulative sum exceeds the point. Its weight is above 0.
     index = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]  # [batch]
     return index.clamp(max=weights.shape[-1] - 1)  # only a NaN row needs this
 
 
 def _nucleus_size(logits, ordered, top_p):
-    likeliest = (ordered.double() - logits.logsumexp(-1, keepdim=True)).exp()  # [batch, head]
+    peak = ordered[:, :1]  # [batch, 1]
+    total = (logits - peak).exp().sum(-1, dtype=torch.float64)  # [batch]
+    likeliest = (ordered - peak).double().exp()  # [batch, head]: probability times total
     before = likeliest.cumsum(-1) - likeliest  # [batch, head]: mass of all that rank higher; starts at exactly 0
-    return (before < top_p[:, None]).sum(-1).clamp(min=1)  # [batch]
+    return (before < (top_p * total)[:, None]).sum(-1).clamp(min=1)  # [batch]
