@@ -32,6 +32,7 @@ GPT2_FIELDS = {
     "activation_function": "hidden_act",
 }
 SUPPORTED = "supported: " + ", ".join(sorted(FAMILIES)) + " (SmolLM2, Llama 2 and 3 are llama)"
+MOST_LAYERS = 10_000  # a bound on what a hostile file can make us build; real models have about 100
 # Fields that change the function computed, and their only value that this decoder computes.
 _MUST_BE = {
     "use_bidirectional_attention": False,
@@ -69,6 +70,8 @@ def _read(raw: Mapping) -> ModelConfig:
 
     hidden, heads = integer(values, "hidden_size"), integer(values, "num_attention_heads")
     layers = integer(values, "num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
     windows = layer_windows(values, layers)
     theta, scaling, local_theta = rope_settings(values)
     settings = {"qkv_bias": False, "out_bias": False, "mlp_bias": bool(values.get("mlp_bias", False))}

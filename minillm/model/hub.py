@@ -63,7 +63,7 @@ def resolve(name: str | Path) -> Path:
             raise UnknownModelError(f"model {text!r} is not on this machine yet; run: minillm pull {text}")
         return folder
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.is_file():
         return _model_file(path)
