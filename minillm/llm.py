@@ -224,8 +224,10 @@ class LLM:
             if not prompt:
                 raise PromptError(f"{name} is empty: it must hold at least one character")
             ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple, torch.Tensor)):
+            ids = [t.item() if hasattr(t, "item") else t for t in prompt]  # numpy and torch integers become int
         else:
-            ids = [t.item() if isinstance(t, torch.Tensor) else t for t in prompt]
+            raise PromptError(illegal(name, prompt, "must be a string or a list of token ids"))
         check_prompt(ids, self.config, name)
         return ids
 

@@ -18,6 +18,7 @@ from minillm.measure.counts import forward_counts
 from minillm.measure.machine import ceilings
 from minillm.measure.records import Figure, figure
 from minillm.model.decoder import Decoder
+from minillm.model.export import hf_weights
 from minillm.model.hub import is_available
 from minillm.model.layout import pack_linears
 from minillm.model.weights import load_model
@@ -128,22 +129,8 @@ def as_transformers(model: Decoder):
             tie_word_embeddings=c.tie_embeddings,
         )
     ).to(dtype=model.dtype, device=model.device)
-    theirs.eval().requires_grad_(False)
-    state = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
-    state["lm_head.weight"] = model.head.weight
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for i, block in enumerate(model.layers):
-        at = f"model.layers.{i}."
-        state[at + "input_layernorm.weight"] = block.attn_norm.weight
-        state[at + "post_attention_layernorm.weight"] = block.mlp_norm.weight
-        for part, rows in zip("qkv", block.attn.qkv.weight.split((q, kv, kv))):
-            state[f"{at}self_attn.{part}_proj.weight"] = rows
-        state[at + "self_attn.o_proj.weight"] = block.attn.out.weight
-        for part, rows in zip(("gate", "up"), block.mlp.gate_up.weight.chunk(2)):
-            state[f"{at}mlp.{part}_proj.weight"] = rows
-        state[at + "mlp.down_proj.weight"] = block.mlp.down.weight
-    theirs.load_state_dict(state)
-    return theirs
+    theirs.load_state_dict(hf_weights(model) | {"lm_head.weight": model.head.weight})
+    return theirs.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
