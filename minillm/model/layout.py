@@ -1,17 +1,24 @@
-"""How a linear layer's weights lie in memory: same numbers, another order, up to twice the speed on a CPU.
+"""How a linear layer's weights are read: same numbers, another order or precision of the sum, a faster CPU.
 
-Chapter 02 (decode is bound by reading weights, so how they are read decides). torch's x @ W.T on a row-major W is one
-dot product a row; oneDNN can instead read W in blocks that suit the vector registers. `pack_linears` rewrites each
-float32 weight once into oneDNN's order, through the seam `replace_linears`. The operator is the one that
-torch.compile emits for frozen weights on a CPU; where it is missing the model is left as it is.
+Chapter 02 (decode is bound by reading weights, so how they are read decides). Both classes go in through the seam
+`replace_linears`, and only where they pay:
+
+- float32: torch's x @ W.T takes one dot product a row of W; oneDNN reads W in blocks that suit the vector registers.
+  `PackedLinear` rewrites W once into that order. It calls the operator that torch.compile emits for frozen weights.
+- bfloat16 and float16 on a processor without instructions for them: torch multiplies one row of x at a time. For
+  more than two rows `UpcastLinear` turns a slice of W into float32, multiplies, and goes to the next slice.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model.decoder import Decoder, replace_linears
+
+SLICE_ELEMENTS = 1 << 20  # weights that are float32 at one time: 4 MB, less than a last-level cache
+FEW_ROWS = 2  # up to here torch's row-at-a-time product reads W fewer times than a conversion would
 
 
 class PackedLinear(nn.Module):
@@ -27,12 +34,40 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def can_pack(linear: nn.Linear) -> bool:
+class UpcastLinear(nn.Module):
+    """y = x @ W.T + b, W and x in 16 bits, products and sums in float32. x [..., in] -> [..., out] in x's dtype."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.rows = max(1, SLICE_ELEMENTS // linear.in_features)  # rows of W a slice
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() <= FEW_ROWS * self.in_features:
+            return F.linear(x, self.weight, self.bias)
+        wide = x.float()
+        parts = [F.linear(wide, slice.float()).to(x.dtype) for slice in self.weight.split(self.rows)]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # [..., out]
+        return y if self.bias is None else y + self.bias
+
+
+def faster_linear(linear: nn.Linear) -> nn.Module | None:
+    """What to put in the place of this linear on this machine; None: nothing is faster."""
     weight = linear.weight
-    ready = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return ready and weight.device.type == "cpu" and weight.dtype == torch.float32
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    ops = torch.ops.mkldnn
+    if weight.dtype == torch.float32 and hasattr(ops, "_linear_pointwise"):
+        return PackedLinear(linear)
+    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(
+        weight.dtype
+    )
+    if native is not None and hasattr(ops, native) and not getattr(ops, native)():
+        return UpcastLinear(linear)
+    return None
 
 
 def pack_linears(model: Decoder) -> Decoder:
-    """Pack every linear that can be packed, in place; the rest, and models on a GPU, stay as they are."""
-    return replace_linears(model, lambda name, linear: PackedLinear(linear) if can_pack(linear) else None)
+    """Replace every linear for which this machine has a faster one, in place; models on a GPU stay as they are."""
+    return replace_linears(model, lambda name, linear: faster_linear(linear))
