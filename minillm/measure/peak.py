@@ -108,7 +108,7 @@ def measure_forward(config: ModelConfig, run: Forward, dtype: str = "float32") -
     """
     job = json.dumps({"config": asdict(config), "run": asdict(run), "dtype": dtype})
     # The process must return what it frees: glibc keeps freed blocks under a threshold that grows, unless it is fixed
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
     command = [sys.executable, "-m", "minillm.measure.peak"]
     done = subprocess.run(command, input=job, capture_output=True, text=True, env=environment)
     if done.returncode:
