@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 CHAPTER = "02_kv_cache"
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync --disable-dev-shm-usage"
-START_S, RUN_S = 180, 300  # generous: a loaded machine with two cores
+START_S, RUN_S = 300, 600  # generous: a loaded machine with two cores
 
 OPENED = """async path => {
   const panel = await jupyterapp.commands.execute('docmanager:open', {path});
