@@ -143,7 +143,8 @@ def lab(port: Annotated[int, typer.Option(help="0: any free port")] = 8888) -> N
         import jupyterlab  # noqa: F401
     except ImportError:
         raise stop("JupyterLab is not installed; run: make lab") from None
-    command = [sys.executable, "-m", "jupyterlab", "-y", f"--notebook-dir={root}", f"--port={port}", str(first)]
+    command = [sys.executable, "-m", "jupyterlab", "-y", f"--notebook-dir={root}", f"--port={port}"]
+    command.append(f"--LabApp.default_url=/lab/tree/notebooks/{first.name}")  # so that the printed address opens it
     if os.geteuid() == 0:  # in a container; Jupyter otherwise refuses
         command.append("--allow-root")
     os.execv(sys.executable, command)  # it takes this process over, and with it the terminal and Ctrl-C
