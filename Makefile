@@ -62,11 +62,11 @@ $(VENV)/.base: pyproject.toml $(VENV)/.made
 
 $(VENV)/.lab: pyproject.toml $(VENV)/.made
 	$(PIP) install -e ".[lab]"
-	@touch $@
+	@touch $(VENV)/.base $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	$(PIP) install -e ".[dev]"
-	@touch $@
+	@touch $(VENV)/.base $@
 
 # A virtual environment whose Python has gone (an upgrade of the system) is made again.
 GONE := $(shell test -x $(PY) || rm -f $(VENV)/.made)

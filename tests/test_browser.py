@@ -141,7 +141,10 @@ def end(process: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="module")
 def page(server, folder):
-    playwright = pytest.importorskip("playwright.sync_api", reason="no browser test: playwright is not installed")
+    if not importlib.util.find_spec("playwright"):
+        missing("playwright is not installed")
+    from playwright import sync_api as playwright
+
     path = chromium.find()
     if path is None:
         missing("no Chromium or Chrome on this machine")
