@@ -104,7 +104,7 @@ browser: $(VENV)/.dev
 	@if $(PY) tests/chromium.py >/dev/null; then $(MAKE) --no-print-directory $(LAB)/.made; \
 	else echo "no Chromium or Chrome on this machine: the browser test is skipped"; fi
 
-$(LAB)/.made: Makefile
+$(LAB)/.made:
 	$(PY) -m venv --clear --without-pip $(LAB)
 	$(PIP) --python $(LAB)/bin/python install "jupyterlab>=4.2" "jupyterlab_widgets>=3.0"
 	@touch $@
