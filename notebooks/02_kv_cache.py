@@ -308,7 +308,7 @@ for name, seconds, color in (
 ):
     a, slopes[name] = fit_line(positions[1:], seconds[1:])  # the first step is the prefill
     ax.plot(positions[1:], seconds[1:], ".", color=color, markersize=3)
-    label = f"{name}: {a * 1e3:.2g} ms + {slopes[name] * 1e6:.2g} µs x tokens"
+    label = f"{name}: {units.show(a, 's', 2)} + {units.show(slopes[name], 's', 2)} x tokens"
     ax.plot(positions, a + slopes[name] * positions, color=color, label=label)
 ax.set_xlabel("tokens in the text")
 plots.unit_axis(ax.yaxis, "s", "time for the next token")
