@@ -311,18 +311,11 @@ predict("03.peak", sum(predicted["prefill, last scored"].values()), "B")
 
 # %% tags=["nbval-ignore-output"]
 measured = {label: measure_forward(shape, r) for label, r in runs.items()}
-table(
-    ("total memory", "predicted", "measured", "measured / predicted"),
-    *(
-        (
-            label,
-            show(sum(p.values())),
-            show(measured[label]["total"]),
-            f"{measured[label]['total'] / sum(p.values()):.3f}",
-        )
-        for label, p in predicted.items()
-    ),
-)
+rows = []
+for label, p in predicted.items():
+    total, taken = sum(p.values()), measured[label]["total"]
+    rows.append((label, show(total), show(taken), f"{taken / total:.3f}", show(measured[label]["scratch"])))
+table(("total memory", "predicted", "measured", "measured / predicted", "library scratch, not in it"), *rows)
 reveal("03.peak", measured["prefill, last scored"]["total"])
 worst = max(abs(measured[label]["total"] / sum(p.values()) - 1) for label, p in predicted.items())
 print(f"furthest from the ledger: {worst:.1%}; read from {measured['prefill, last scored']['how']}")
@@ -344,9 +337,11 @@ plt.show()
 # *Bars are what the process took; orange marks are the ledger. The ceiling here is not a speed: it is the size of the
 # card.*
 #
-# The remainder is what a ledger of tensors cannot see: page rounding, scratch memory of kernels, code that is loaded
-# at first use. On a GPU it is larger: a CUDA context takes hundreds of MB before the first tensor, and graphs
-# (chapter 10) keep buffers of their own.
+# The last column of the table is what a ledger of tensors cannot see: the matrix library packs operands into scratch
+# memory of its own, a few MB a thread, taken at the first large product and kept. It belongs to the process and not
+# to the model, so it is measured before the model is built. On a GPU the same line is larger: a CUDA context takes
+# hundreds of MB before the first tensor, and graphs (chapter 10) keep buffers. That, and fragmentation (碎片), is
+# what the share of a card that is kept free pays for.
 #
 # ### When KV passes the weights
 #
