@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
@@ -147,14 +148,16 @@ class LLM:
         max_num_seqs: int = 32,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(max_num_seqs, int) or isinstance(max_num_seqs, bool) or max_num_seqs < 1:
+        if not isinstance(max_num_seqs, Integral) or isinstance(max_num_seqs, bool) or max_num_seqs < 1:
             raise ParamsError(illegal("max_num_seqs", max_num_seqs, "must be a whole number of at least 1"))
+        if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
+            raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
         self.model = pack_linears(load_model(model, dtype=dtype, device=device))
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
         self.eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
-        self.max_num_seqs = max_num_seqs
-        self.sampler = Sampler(seed)
+        self.max_num_seqs = int(max_num_seqs)
+        self.sampler = Sampler(None if seed is None else int(seed))
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -224,8 +227,8 @@ class LLM:
             if not prompt:
                 raise PromptError(f"{name} is empty: it must hold at least one character")
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple, torch.Tensor)):
-            ids = [t.item() if hasattr(t, "item") else t for t in prompt]  # numpy and torch integers become int
+        elif isinstance(prompt, (list, tuple)) or getattr(prompt, "ndim", 0) > 0:
+            ids = [_number(token) for token in prompt]
         else:
             raise PromptError(illegal(name, prompt, "must be a string or a list of token ids"))
         check_prompt(ids, self.config, name)
@@ -234,6 +237,8 @@ class LLM:
     @staticmethod
     def _params_list(params, count: int) -> list[SamplingParams]:
         params = SamplingParams() if params is None else params
+        if not isinstance(params, (SamplingParams, list, tuple)):
+            raise ParamsError(illegal("params", params, "must be a SamplingParams, or a list of one a prompt"))
         many = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(many) != count:
             raise ParamsError(f"params has {len(many)} entries for {count} prompts: give one, or one a prompt")
@@ -245,11 +250,18 @@ class LLM:
 
 def _as_list(prompts) -> list[Prompt]:
     """A single string or a single list of token ids becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, (list, tuple)) and getattr(prompts, "ndim", 0) < 1:  # an array or tensor is welcome
+        raise PromptError(illegal("prompts", prompts, "must be a string, or a list of strings or of token ids"))
     if len(prompts) == 0:
         raise PromptError("prompts is empty: give at least one prompt")
-    return list(prompts)
+    return [prompts] if isinstance(_number(prompts[0]), (int, float)) else list(prompts)
+
+
+def _number(token):
+    """A NumPy or torch scalar as Python's own number; anything else as it is."""
+    return token.item() if getattr(token, "ndim", None) == 0 else token
 
 
 __all__ = ["LLM", "Completion", "LogitsError", "RequestMetrics", "RequestOutput", "SamplingParams"]
