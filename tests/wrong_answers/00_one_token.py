@@ -143,6 +143,8 @@ WRONG = {
             ("config.head_dim * kv_bytes", "config.hidden_size // config.num_heads * kv_bytes"),
             "expected",
         ),
+        "equal contexts once": (("sum(contexts)", "sum(set(contexts))"), "expected"),
+        "a batch of at most 8": (("sum(contexts)", "sum(contexts[:8])"), "expected"),
         "GB": (("return parameters", "return 1e-9 * parameters"), "expected"),
         "mean context": (("sum(contexts)", "(sum(contexts) // len(contexts))"), "expected"),
         "the example": ("def decode_bytes(*a, **k): return 16524288000", "expected"),

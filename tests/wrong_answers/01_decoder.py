@@ -133,6 +133,8 @@ WRONG = {
         "one query only": (("return scores", "future = future[-1:]\n    return scores"), "expected"),
     },
     "01.nucleus": {
+        "one row at 1 opens all": (("| (top_p[:, None] == 1)", "| (top_p == 1).any()"), "expected"),
+        "1 only if all rows are": (("| (top_p[:, None] == 1)", "| (top_p == 1).all()"), "when top_p is 1"),
         "crossing dropped": ((KEEP, "(ordered.cumsum(-1) <= top_p[:, None])"), "crosses top_p was dropped"),
         "sorted order": (("torch.zeros_like(keep).scatter(-1, order, keep)", "keep"), "carry it back"),
         "first row's p": ((KEEP, "(ordered.cumsum(-1) - ordered < top_p[0])"), "own top_p"),

@@ -102,6 +102,14 @@ WRONG = {
         "transposed": (MASK + "torch.ones(time, length).tril(length - time).bool().T", "[time, length]"),
     },
     "02.cache": {
+        "scales q in place": (
+            (
+                "scores = q.transpose(1, 2) @ keys.transpose(2, 3) * layer.scale",
+                "q *= layer.scale\n        scores = q.transpose(1, 2) @ keys.transpose(2, 3)",
+            ),
+            "in place",
+        ),
+        "empties v": (("        group = q.shape[2]", "        v.zero_()\n        group = q.shape[2]"), "in place"),
         "one count for all layers": (
             (
                 "        self.stored[layer.index] = end",
@@ -176,6 +184,14 @@ WRONG = {
         ),
     },
     "02.decode_step": {
+        "the scale of the first test": (("keys.transpose(2, 3) * scale", "keys.transpose(2, 3) * 0.5"), "expected"),
+        "scales q in place": (
+            (
+                "    slots = torch.arange(batch)\n",
+                "    q *= scale\n    scale = 1.0\n    slots = torch.arange(batch)\n",
+            ),
+            "in place",
+        ),
         "still the longest": (
             (UNUSED, "unused = (torch.arange(room) >= lengths.max()).expand(batch, room)"),
             "last tenant",

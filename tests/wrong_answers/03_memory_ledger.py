@@ -70,6 +70,9 @@ WRONG = {
         "last matrix only": (("total += rows", "total = rows"), "expected"),
         "bits for bytes": (("-(-columns * bits // 8)", "columns * bits"), "expected"),
         "rows and columns swapped": (("for rows, columns in shapes", "for columns, rows in shapes"), "expected"),
+        "bits of at most 8": (("columns * bits", "columns * min(bits, 8)"), "expected"),
+        "equal matrices once": (("in shapes", "in set(shapes)"), "expected"),
+        "four matrices": (("in shapes", "in shapes[:4]"), "expected"),
         "four bits only": (("columns * bits", "columns * 4"), "expected"),
         "scale of one row": (
             (
@@ -104,6 +107,10 @@ WRONG = {
         "activations a token": (("* kv_per_token + per_request", "* (kv_per_token + per_request)"), "expected"),
     },
     "03.crossover": {
+        "no weights, no tokens": (
+            ("each = kv_per_token_layer", "if not weights:\n        return 0\n    each = kv_per_token_layer"),
+            "expected",
+        ),
         "equal is enough": (("(growing * each) + 1)", "(growing * each))"), "one more"),
         "ceiling": (
             "def crossover(weights, kv_per_token_layer, windows, batch=1):\n"

@@ -277,7 +277,9 @@ def _nucleus_hint(text, **slip):
         Hint(
             "every token is kept when top_p is 1, even where a float32 sum reaches 1 early",
             when=lambda got, expected, case: (
-                case.args[1].min() == 1 and isinstance(got, torch.Tensor) and not got.bool().all()
+                isinstance(got, torch.Tensor)
+                and got.shape == expected.shape
+                and not got[case.args[1] == 1].bool().all()
             ),
         ),
         Hint(
@@ -305,6 +307,9 @@ def nucleus(rng):
     yield Case((masked, torch.tensor([0.7, 0.95])), _nucleus(masked, torch.tensor([0.7, 0.95])))
     even = rng.tensor(1, 200, scale=0.1)  # so flat that 0.99 and 0.95 keep other numbers
     yield Case((even, torch.tensor([0.99])), _nucleus(even, torch.tensor([0.99])))
+    mixed = rng.tensor(4, 3000, scale=4.0)  # rows at 1 beside rows below it
+    top_p = torch.tensor([1.0, 0.8, 1.0, 0.95])
+    yield Case((mixed, top_p), _nucleus(mixed, top_p) | (top_p == 1)[:, None])
     flat = rng.tensor(2, 6, scale=0.3)
     yield Case((flat, torch.ones(2)), torch.ones(2, 6, dtype=torch.bool))
     large = rng.tensor(2, 5000, scale=4.0)  # a float32 sum reaches 1 before the end

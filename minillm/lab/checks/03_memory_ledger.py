@@ -172,6 +172,9 @@ def quantized_bytes(rng):
     yield Case(([(7, 63)], 8, 9999), packed_bytes([(7, 63)], 8, 9999), compare=whole)
     yield Case(([(2, 600)], 4, 256), packed_bytes([(2, 600)], 4, 256), compare=whole)
     yield Case(([(5, 50)], 3, 7), packed_bytes([(5, 50)], 3, 7), compare=whole)  # a group does not end at a byte
+    many = [(4, 33), (9, 70), (4, 33), (1, 1), (8, 16), (4, 33), (2, 7)]  # some are equal
+    for bits in (1, 16):
+        yield Case((many, bits, 32, True), packed_bytes(many, bits, 32, True), compare=whole)
     for _ in range(6):
         shapes = [(rng.randint(1, 40), rng.randint(1, 300)) for _ in range(rng.randint(1, 4))]
         args = (shapes, rng.choice((2, 3, 4, 5, 8)), rng.choice((1, 7, 32, 48, 128)), rng.random() < 0.5)
@@ -322,6 +325,7 @@ def crossover(rng):
     yield Case((1000, 10, [None, None]), 51, compare=whole)
     yield Case((1000, 10, [None, 20]), 81, compare=whole)
     yield Case((1000, 10, [20]), None, compare=whole)
+    yield Case((0, 10, [None, 5], 3), 1, compare=whole)  # no token takes no bytes, and 0 is not more than 0
     yield Case((1000, 10, [20, 80]), None, compare=whole)  # 100 tokens at the most: equal, not more
     yield Case((1000, 10, [20, 81]), 81, compare=whole)
     yield Case((1000, 10, [50, 50, 7]), 47, compare=whole)
