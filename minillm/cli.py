@@ -31,7 +31,7 @@ def tour(
     as_json: JsonOption = False,
 ) -> None:
     """The ladder of the course, measured on this machine: one request, one technique more on every rung."""
-    from minillm.measure.ladder import climb
+    from minillm.measure.ladder import check_tokens, climb
     from minillm.measure.machine import ceilings
     from minillm.model.hub import is_available
     from minillm.model.tokenizer import load_tokenizer
@@ -41,6 +41,7 @@ def tour(
     try:
         decoder = load_model(name, dtype=dtype or None)
         prompt = load_tokenizer(name).encode(TOUR_PROMPT)
+        check_tokens(decoder, prompt, tokens)
         machine = ceilings(decoder.device)
         if not as_json:
             show_tour_head(name, decoder, machine, len(prompt), tokens)

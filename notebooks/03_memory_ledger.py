@@ -5,7 +5,7 @@
 # buffers.**
 #
 # > *The interviewer asks:* "A 13B model, 128 K tokens of context, 16 requests at once: how much memory is that, and
-# which > of the numbers would you change first?"
+# which of the numbers would you change first?"
 #
 # You will be able to
 # - write the ledger (账本) of any decoder, precision, batch and context on a whiteboard, within 5 % of what the

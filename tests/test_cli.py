@@ -63,6 +63,7 @@ def test_tour_draws_a_table():
         (["tour", "--model", "tinny"], "tiny"),
         (["tour", "--model", "smollm2-135m"], "minillm pull smollm2-135m"),
         (["tour", "--model", "tiny", "--dtype", "float7"], "float7"),
+        (["tour", "--model", "tiny", "--tokens", "9999"], "tokens=9999: must be from 2 to"),
         (["bench", "nothing"], "decode"),
         (["pull", "smollm2-135"], "smollm2-135m"),
         (["pull", "nobody/no-such-model"], "nobody/no-such-model"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from minillm.cache.generate import cached_tokens
+from minillm.errors import ParamsError, illegal
 from minillm.measure.clock import RequestTimes
 from minillm.measure.counts import forward_counts, weight_bytes
 from minillm.measure.machine import Ceilings
@@ -71,6 +72,13 @@ def timed_request(tokens: Callable[[], Tokens]) -> tuple[list[int], RequestTimes
     return ids, times
 
 
+def check_tokens(model: Decoder, prompt: list[int], count: int) -> None:
+    """Raise ParamsError unless every rung can generate `count` tokens, and two at the least: one has no TPOT."""
+    most = model.config.max_length + 1 - len(prompt)
+    if not 2 <= count <= most:
+        raise ParamsError(illegal("tokens", count, f"must be from 2 to {most}: prompt and answer share the context"))
+
+
 def climb(
     model: Decoder,
     prompt: list[int],
@@ -80,6 +88,7 @@ def climb(
     repeats: int = 2,
 ) -> Iterator[Step]:
     """Measure each rung: one short warm-up, then the best of `repeats` runs. Refuses rungs whose tokens differ."""
+    check_tokens(model, prompt, count)
     reference: list[int] | None = None
     first_rate = None
     element = model.embed.weight.element_size()
