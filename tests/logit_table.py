@@ -78,7 +78,9 @@ CASES = {
             "sliding_attention": rope("default", 1e4),
         },
     ),
-    "gpt2": GPT2Config(vocab_size=211, n_embd=48, n_layer=4, n_head=4, n_positions=64),
+    "gpt2": GPT2Config(
+        vocab_size=211, n_embd=48, n_layer=4, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+    ),
 }  # fmt: skip
 transformers.utils.logging.disable_progress_bar()
 WAYS = ("prefill", "chunks", "steps, contiguous", "steps, concat")

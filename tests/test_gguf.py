@@ -14,7 +14,8 @@ from gguf import GGMLQuantizationType as Type
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from minillm.errors import ConfigError, MinillmError, UnsupportedArchitectureError, WeightsError
-from minillm.model.gguf import NAMES, GGUFCheckpoint, read_header, unpermute
+from minillm.model.gguf import NAMES, GGUFCheckpoint, unpermute
+from minillm.model.gguf_header import read_header
 from minillm.model.rope import inverse_frequencies
 from minillm.model.weights import load_model
 from tests.logit_table import LLAMA3, SIZES, build, our_logits, prompt, relative_error

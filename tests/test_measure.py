@@ -214,3 +214,13 @@ def test_ceilings_are_measured_once_and_named():
     assert roof.attainable(roof.ridge * 10) == found.peak("float32") == found.matmul["float32"]
     with pytest.raises(ValueError, match="no matmul ceiling was measured for int8"):
         found.peak("int8")
+
+
+def test_recorded_figures_are_the_same_record(tmp_path, monkeypatch):
+    from minillm.lab.recorded import recorded
+
+    made = records.figure("decode", 41.5, "tokens/s", model="tiny", workload="batch 1")
+    records.write([made], tmp_path / "gpu.json")
+    monkeypatch.setenv("MINILLM_MEASUREMENTS", str(tmp_path))
+    found = recorded("decode", model="tiny")
+    assert all(getattr(found, name) == getattr(made, name) for name in records.Figure.__dataclass_fields__)

@@ -64,7 +64,10 @@ def test_shards_equal_the_single_file(folder, tmp_path_factory):
 
 def test_bare_names_of_older_files(tmp_path):
     """The hub's gpt2 has `wte.weight` where save_pretrained writes `transformer.wte.weight`."""
-    build(GPT2Config(vocab_size=211, n_embd=32, n_layer=2, n_head=2, n_positions=16), tmp_path)
+    build(
+        GPT2Config(vocab_size=211, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0),
+        tmp_path,
+    )
     whole = logits(load_model(tmp_path, device="cpu"))
     file = tmp_path / "model.safetensors"
     tensors = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}

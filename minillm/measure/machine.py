@@ -7,6 +7,7 @@ large matrices and keep the best. Nothing is timed on zeros, and every figure na
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,12 @@ class Ceilings:
     copy_bandwidth: float
     matmul: dict[str, float]
     read_kernels: dict[str, float] = field(default_factory=dict)
+    load: float = 0.0  # processes that wanted a CPU during the last minute, as the system counts them
+
+    @property
+    def busy(self) -> bool:
+        """Whether others were using the CPUs: the ceilings are then too low, and shares of them too high."""
+        return self.load > (os.cpu_count() or 1) + 1
 
     def peak(self, dtype: str | torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")
@@ -47,6 +54,7 @@ class Ceilings:
         return (
             f"{self.device} ({self.threads} CPU threads): read {self.read_bandwidth / 1e9:.1f} GB/s, "
             f"copy {self.copy_bandwidth / 1e9:.1f} GB/s, matmul {flops}"
+            + (f"; measured on a busy machine (load {self.load:.1f}): too low" if self.busy else "")
         )
 
 
@@ -71,7 +79,8 @@ def _measured(device: torch.device, fast: bool, threads: int) -> Ceilings:
         flops = {
             name: matmul_flops(dtype, device, budget) for name, dtype in DTYPES.items() if _wanted(dtype, device)
         }
-    return Ceilings(name, threads, max(reads.values()), copy, flops, reads)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return Ceilings(name, threads, max(reads.values()), copy, flops, reads, load)
 
 
 def _wanted(dtype: torch.dtype, device: torch.device) -> bool:
@@ -111,7 +120,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, budget: float) -> flo
     """Best FLOP/s over square products of growing size, written x @ w and as a linear layer's x @ w.T.
 
     Sizes double until one product would take half a second, and the slow form is dropped: some CPUs emulate one of
-    them in bfloat16 a hundred times slower than the other.
+    them in 16 bits a hundred times slower than the other. float32 always gets to 1024, however busy the machine is.
     """
     best, size, largest = 0.0, 256, 2048 if device.type == "cpu" else 8192
     forms: dict[str, Callable] = {"x @ w.T": F.linear, "x @ w": torch.matmul}
@@ -120,9 +129,10 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, budget: float) -> flo
         w = torch.randn(size, size, device=device).to(dtype)
         seconds = {name: best_seconds(lambda f=f, x=x, w=w: f(x, w), budget / 2, device) for name, f in forms.items()}
         best = max(best, *(2 * size**3 / s for s in seconds.values()))
-        fastest = min(seconds.values())
-        forms = {name: f for name, f in forms.items() if seconds[name] < 4 * fastest and 8 * seconds[name] < 0.5}
-        size *= 2  # 8 times the work
+        limit = min(4 * min(seconds.values()), 0.5 / 8)  # the next size is 8 times the work
+        if dtype != torch.float32 or size >= 1024:
+            forms = {name: f for name, f in forms.items() if seconds[name] <= limit}
+        size *= 2
     return best
 
 

@@ -157,6 +157,7 @@ def rope_settings(values: Mapping) -> tuple[float, RopeScaling, float | None]:
     new = values.get("rope_parameters") or {}
     nested = {k: v for k, v in new.items() if isinstance(v, Mapping)}
     local = nested.get("sliding_attention", {}).get("rope_theta", values.get("rope_local_base_freq"))
+    local = None if local is None else number({"local rope_theta": local}, "local rope_theta")
     rope = {**(values.get("rope_scaling") or {}), **(nested.get("full_attention", {}) if nested else new)}
     theta = number({"rope_theta": values["rope_theta"], **rope}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))

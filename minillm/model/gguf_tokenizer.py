@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from minillm.errors import UnsupportedArchitectureError, WeightsError
-from minillm.model.gguf import eos_ids, read_header
+from minillm.model.gguf import eos_ids
+from minillm.model.gguf_header import read_header
 from minillm.model.tokenizer import Tokenizer
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

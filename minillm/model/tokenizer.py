@@ -48,8 +48,8 @@ class Tokenizer:
             raise PromptError(illegal("text", text, "must be a string"))
         try:
             ids = self.backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:  # a lone surrogate
-            raise PromptError(f"text is not valid Unicode: {error.reason} at character {error.start}") from error
+        except TypeError as error:  # it is a str, so half of a surrogate pair is what the library cannot take
+            raise PromptError("text is not valid Unicode: it holds half of a surrogate pair") from error
         if add_special_tokens and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -57,9 +57,10 @@ class Tokenizer:
     def check_ids(self, ids: Iterable[int]) -> list[int]:
         checked = list(ids)
         for i, token in enumerate(checked):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+            integer = hasattr(token, "__index__") and not isinstance(token, bool)  # NumPy's integers are welcome
+            if not integer or not 0 <= token < self.vocab_size:
                 raise PromptError(illegal(f"token_ids[{i}]", token, f"must be an integer in [0, {self.vocab_size})"))
-        return checked
+        return [int(token) for token in checked]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are no character yet come out as U+FFFD."""
@@ -88,6 +89,8 @@ class StreamDecoder:
     A token may hold part of a character, and how a token reads may depend on the one before it. So the last tokens
     that gave text (`context`) are decoded again with the new ones (`pending`), and nothing is given out while it ends
     in U+FFFD, the sign of an unfinished character. Both lists stay short: constant time a token.
+    (One exception to "joined are `decode`": SentencePiece's byte fallback spoils a whole run of bytes for one broken
+    byte at its end, when its start has long been given out.)
     """
 
     LIMIT = 12  # tokens; a character has 4 bytes, so a longer wait is not an unfinished character but broken bytes
@@ -108,8 +111,8 @@ class StreamDecoder:
         """The text that is certain now: often one token's, sometimes none."""
         self.pending += self.tokenizer.check_ids([token])
         text = self._new_text(len(self.pending))
-        if text == "":  # nothing to show and nothing to wait for: a special token, or an id without text
-            self.pending.pop()
+        if text == "" and self._text(self.pending * 2) == "":  # a special token, or an id without text
+            self.pending.clear()
             return ""
         if not text.endswith("\ufffd"):
             return self._give(len(self.pending), text)
@@ -119,7 +122,7 @@ class StreamDecoder:
             head = self._new_text(count)
             if head + self._text(self.pending[count:]) == text:
                 return self._give(count, head)
-        return ""
+        return self._give(len(self.pending), text)
 
     def _give(self, count: int, text: str) -> str:
         self.context, self.pending = self.pending[:count], self.pending[count:]

@@ -1,0 +1,12 @@
+"""What all tests share: one thread a worker, fast notebooks, no network, no window."""
+
+import os
+
+# Before torch is imported, and inherited by every kernel and command that a test starts: `make test` has two workers.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("MINILLM_FAST", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"  # whoever fetches in a test gets an error at once, not a time-out
+os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # ipykernel's debugger otherwise warns in every kernel
