@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm.cache.block_pool import BlockPool, BlockTable, NoRoom, PoolError, blocks_for, cache_salt
+from minillm.cache.fragmentation import Arena, held_in_blocks, held_in_reservations
 from minillm.cache.prefix_hash import HashIndex
 from minillm.cache.radix import RadixIndex
 from minillm.errors import ParamsError
@@ -363,3 +364,28 @@ def test_arithmetic():
     assert [blocks_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     pairs = [("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("1:a", ""), ("1", ":a")]
     assert len({cache_salt(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_internal_waste():
+    lengths = [1, 16, 17, 40]
+    paged, reserved = held_in_blocks(lengths, 16), held_in_reservations(lengths, 64)
+    assert (paged.slots, paged.used, paged.wasted) == (96 + 16, 74, 38)
+    assert (reserved.slots, reserved.wasted, reserved.waste) == (256, 182, 182 / 256)
+    assert held_in_blocks(lengths, 1).waste == 0 == held_in_blocks([], 16).waste
+    pool = BlockPool(10, 16)
+    for length in lengths:
+        BlockTable(16).append(pool, length)
+    assert pool.used_count * 16 == paged.slots
+
+
+def test_external_waste():
+    arena = Arena(100)
+    starts = [arena.allocate(20) for _ in range(5)]
+    assert starts == [0, 20, 40, 60, 80] and arena.allocate(1) is None and arena.holes == []
+    arena.free(20)
+    arena.free(60)
+    assert (arena.free_slots, arena.allocate(30), arena.useless_slots(30)) == (40, None, 40)
+    assert arena.allocate(15) == 20 and arena.holes == [(35, 5), (60, 20)] and arena.useless_slots(15) == 10
+    arena.free(40)
+    assert arena.holes == [(35, 45)]
+    assert BlockPool(100, 1).allocate(100)  # blocks: whatever is free serves
