@@ -129,7 +129,8 @@ class Answer:
         return piece
 
     def completion(self, cached_tokens: int = 0, preemptions: int = 0) -> Completion:
-        times, last = self.token_times, self.token_times[-1] if self.token_times else self.ended
+        times = self.token_times
+        last = times[-1] if times else self.ended or time.perf_counter()
         started = self.started if self.started is not None else last
         metrics = RequestMetrics(
             queue=started - self.arrival,
