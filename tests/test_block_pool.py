@@ -389,3 +389,19 @@ def test_external_waste():
     arena.free(40)
     assert arena.holes == [(35, 45)]
     assert BlockPool(100, 1).allocate(100)  # blocks: whatever is free serves
+
+
+def test_writing_into_the_middle_copies_every_shared_block_from_there():
+    pool, table = BlockPool(8, 2), BlockTable(2)
+    table.append(pool, 6)
+    twin, old = table.fork(pool), list(table.blocks)
+    assert twin.writable(pool, 3) == [(old[1], twin.blocks[1]), (old[2], twin.blocks[2])]
+    assert twin.blocks[0] == old[0] and table.blocks == old
+    pool.check([table, twin])
+    with pytest.raises(NoRoom):
+        pool.allocate(4)
+    other, before = table.fork(pool), pool.free_count
+    pool.allocate(before - 2)
+    with pytest.raises(NoRoom):
+        other.writable(pool, 0)  # three copies, two blocks
+    assert (pool.free_count, other.blocks) == (2, old)

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from minillm.cache import paged
 from minillm.cache.block_pool import BlockPool, BlockTable
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.paged import BATCH_SPREAD, BATCH_TOKENS, PagedCache, PagedStep, batches, cache_bytes
@@ -97,8 +98,10 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 64])
 @pytest.mark.parametrize("seed", range(8))
-def test_any_mix_of_chunks_and_decodes_equals_each_request_alone(seed, block_size):
+def test_any_mix_of_chunks_and_decodes_equals_each_request_alone(seed, block_size, monkeypatch):
     rng = random.Random(seed * 100 + block_size)
+    monkeypatch.setattr(paged, "BATCH_SPREAD", rng.choice((0.0, 0.0, BATCH_SPREAD)))  # 0: any lengths together
+    counts = rng.choice(((0, 1, 1, 1), (0, 1, 1, 1, 1, 1, 2, 9), (1, 2, 9, 99)))
     model = make_model(seed, **random_config(rng))
     texts = [
         [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, block_size, rng.randint(1, 40))))] for _ in range(5)
@@ -109,7 +112,7 @@ def test_any_mix_of_chunks_and_decodes_equals_each_request_alone(seed, block_siz
         work = []
         for i in rng.sample(range(5), 5):
             left = len(texts[i]) - tables[i].length
-            count = min(left, rng.choice((0, 1, 1, 1, 2, 9, left)))
+            count = min(left, rng.choice(counts) if tables[i].length or rng.random() < 0.5 else left)
             if count:
                 work.append((i, texts[i][tables[i].length : tables[i].length + count]))
         if work:
@@ -217,9 +220,11 @@ def test_padding_tokens_get_zeros_whatever_the_pool_holds():
     assert torch.equal(out[1:], torch.zeros(2, 4, 8)) and torch.isfinite(out).all()
 
 
-def test_a_broken_request_poisons_nobody_else():
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_broken_request_poisons_nobody_else(softcap, monkeypatch):
     """One request's K and V are NaN; the others, in the same batch, and in blocks it used before, do not notice."""
-    model, rng = make_model(dtype=torch.float32), random.Random(4)
+    monkeypatch.setattr(paged, "BATCH_SPREAD", 0.0)
+    model, rng = make_model(dtype=torch.float32, attention_softcap=softcap), random.Random(4)
     run = Packed(model, 12, 4, rng)
     bad, good = BlockTable(4), BlockTable(4)
     run.step([(bad, [1] * 9), (good, [2, 3, 4])])

@@ -223,15 +223,18 @@ class BlockTable:
 
     def append(self, pool: BlockPool, count: int) -> list[tuple[int, int]]:
         """Room for `count` more tokens. Returns the block copies to make before they are written, as `writable`."""
-        got = pool.allocate(self.needs(pool, count))
-        pairs = self._replace(pool, self._shared(pool, self.length) if count else [], got)
+        places = self._shared(pool, self.length) if count else []
+        new = max(blocks_for(self.length + count, self.block_size) - len(self.blocks), 0)
+        got = pool.allocate(new + len(places))
+        pairs = self._replace(pool, places, got)
         self.blocks += got[len(pairs) :]
         self.length += count
         return pairs
 
     def writable(self, pool: BlockPool, start: int) -> list[tuple[int, int]]:
         """Copy-on-write: make all from token `start` on this table's alone. Returns the (source, target) block
-        copies to make before anything is written or swapped in this step; every copy reads before any copy writes."""
+        copies to make. A step's copies and swaps are made in the order they were decided, before it writes tokens:
+        a source may be free by then, and the target of a later copy."""
         places = self._shared(pool, start)
         return self._replace(pool, places, pool.allocate(len(places)))
 
