@@ -97,7 +97,7 @@ check("05.append", append)
 # | `share(blocks)` | a fork: one more table holds each of them | `ValueError` if one of them is free |
 # | `free(blocks)` | one table fewer holds each; at count 0 it is free | `ValueError` if one of them is free already |
 # | `count(block)` | its count | |
-# | `free_count` | how many blocks are free, an attribute or a property | |
+# | `free_count` | how many blocks are free (a property: no brackets) | |
 #
 # Which free block is handed out first is up to you. **Why.** With the invariant "free + held = all, and a count is
 # the number of tables that hold the block", every leak and every double use is found by one assertion.
@@ -126,12 +126,13 @@ class Pool:
         self.unused = list(range(num_blocks))
         ### END SOLUTION
 
-    ### BEGIN SOLUTION
     @property
     def free_count(self):
+        """How many blocks are free."""
+        ### BEGIN SOLUTION
         return len(self.unused)
+        ### END SOLUTION
 
-    ### END SOLUTION
     def count(self, block):
         """The number of tables that hold this block."""
         ### BEGIN SOLUTION
