@@ -1,6 +1,8 @@
 """The engine and the batching policies, on a small random model; and LLM's options."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,3 +268,17 @@ def test_priorities_of_a_call():
 def test_illegal_options_are_one_clear_error(options, message):
     with pytest.raises(ParamsError, match=message):
         LLM("tiny", device="cpu", **options)
+
+
+def test_the_life_of_one_token_is_told_as_it_is(capsys):
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "life_of_one_token.md").read_text(encoding="utf-8")
+    code, shown = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    exec(compile(code, "life_of_one_token.md", "exec"), {})
+    assert capsys.readouterr().out == shown
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (root / "minillm").rglob("*.py"))
+    for name in set(re.findall(r"`([A-Za-z_.]+)`", page)):
+        last = name.split(".")[-1]
+        assert re.search(rf"\b{last}\b", source), f"{name} is not in the code"
+    for file in set(re.findall(r"[\w/]+\.py\b", page)):
+        assert (root / "minillm" / file).is_file(), file
