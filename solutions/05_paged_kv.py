@@ -319,5 +319,6 @@ def how_many():
 check("05.how_many", how_many)
 
 # %% [markdown]
-# **Done?** Put your `Pool` under the library's tables: `BlockTable.append` and `fork` need `block_size`, `holds`
-# and what you have written. Next: exercise 06, who gets the blocks when there are not enough.
+# **Done?** Put your `Pool` under the library's tables: `BlockTable` asks for no more than what you have written and
+# a `holds(block)` that says False (chapter 07 gives it a better answer). Next: exercise 06, who gets the blocks
+# when there are not enough.

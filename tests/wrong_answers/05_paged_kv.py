@@ -62,6 +62,10 @@ WRONG = {
             (NEEDED, "    needed = -(-(length + count) // block_size)\n"),
             "already holds",
         ),
+        "room in the last block not used": (
+            (NEEDED, "    needed = -(-count // block_size)\n"),
+            "expected",
+        ),
         "from the end": (("free.pop(0)", "free.pop()"), "front of the free list"),
         "looks while taking": (
             "def append(blocks, length, count, block_size, free):\n"
@@ -150,6 +154,10 @@ WRONG = {
         "a free block shared": (
             ("if any(self.counts[block] == 0 for block in blocks):", "if False:"),
             "free block was shared",
+        ),
+        "a set of blocks": (
+            ("            self.counts[block] += 1\n", "            self.counts[block] = 2\n"),
+            "expected",
         ),
         "counts on the class": (
             (
@@ -297,8 +305,12 @@ WRONG = {
             "counts raised",
         ),
         "the prefix is changed": (
-            ("    return [*prefix, *new]", "    prefix += new\n    return [*prefix, *new]"),
-            "raised",
+            ("    return [*prefix, *new]", "    prefix += new\n    return prefix"),
+            "was changed",
+        ),
+        "NoRoom on a table that needs nothing": (
+            (ADMIT, "    if not pool.free_count:\n        raise NoRoom\n" + ADMIT),
+            "expected",
         ),
     },
     "05.how_many": {

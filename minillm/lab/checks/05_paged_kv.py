@@ -156,7 +156,7 @@ def unchanged(got, expected, case) -> bool:
     title="When is a new block needed?",
     hints=[
         Hint("the new length is not returned", when=lambda got, *_: isinstance(got, list) and got[0] is None),
-        Hint("`blocks` and `free` must be changed in place: the caller holds these very lists", when=unchanged),
+        Hint("no block was taken: is one needed here? And are `blocks` and `free` changed in place?", when=unchanged),
         *slips(APPENDS),
     ],
 )
@@ -306,6 +306,7 @@ def pool(rng):
         (4, [("allocate", 1), ("allocate", 1), ("free", [1]), ("share", [0, 1]), ("allocate", 3)]),
         (3, [("allocate", 1), ("free", [0, 0]), ("share", [0]), ("free", [0, 0]), ("allocate", 3)]),
         (3, [("allocate", 1), ("free", [0]), ("share", [0]), ("allocate", 3)]),
+        (3, [("allocate", 1), ("share", [0, 0]), ("free", [0, 0]), ("free", [0]), ("allocate", 3)]),
         (3, [("allocate", 1), ("share", [0]), ("share", [0]), ("free", [0]), ("free", [0]), ("free", [0])]),
     ]
     for num_blocks in (5, 7, 9):
@@ -578,14 +579,16 @@ def requests(num_blocks, size, held, calls):
         pool.free(other)  # so that block numbers are not in a row with what comes
         for shared, tokens, stays in calls:
             prefix, before = owner[:shared], pool.free_count
+            mine = list(prefix)
             try:
-                table = answer(pool, list(prefix), tokens)
+                table = answer(pool, mine, tokens)
             except NoRoom:
                 outcome = "NoRoom"
             else:
                 outcome = table_fault(pool, table, prefix, owner, tokens)
                 during = before - pool.free_count
                 outcome += f", {during} blocks taken"
+                outcome += "" if mine == prefix else ", your argument `prefix` was changed"
                 if table is not None and not stays:
                     pool.free(table)
             counts = [pool.count(block) for block in owner]
@@ -625,7 +628,8 @@ def admit_by_hand(pool, prefix, tokens):
 @register("05.admit", points=3, title="Debug it: the pool that shrank", given=given_admit, hints=slips(ADMITS))
 def admit(rng):
     plans = [
-        (8, 4, 2, [(2, 10, False), (2, 9, False)]),
+        (8, 4, 2, [(2, 10, False), (2, 9, False), (2, 8, False)]),
+        (3, 4, 2, [(1, 8, True), (2, 8, False), (2, 9, False), (2, 8, True)]),
         (4, 4, 2, [(2, 24, False), (2, 10, False)]),
         (4, 4, 2, [(2, 20, False)] * 5 + [(2, 16, False)]),
         (5, 4, 3, [(1, 40, False), (2, 40, False), (3, 13, True), (3, 17, False), (3, 20, False)]),
