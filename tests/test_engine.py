@@ -9,11 +9,13 @@ import torch
 from test_same_tokens import model_of
 
 from minillm import LLM
+from minillm.engine.beam import beam_search
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import POLICIES, Arrival, make_trace, run_trace
 from minillm.engine.runner import pack
 from minillm.errors import ParamsError, PromptError
+from minillm.measure.bench import as_transformers
 from minillm.model.generate import generate_naive
 from minillm.model.sampling import SamplingParams
 
@@ -282,3 +284,27 @@ def test_the_life_of_one_token_is_told_as_it_is(capsys):
         assert re.search(rf"\b{last}\b", source), f"{name} is not in the code"
     for file in set(re.findall(r"[\w/]+\.py\b", page)):
         assert (root / "minillm" / file).is_file(), file
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize("ends", [(), (57,), (127, 19)])
+def test_beam_search_finds_what_transformers_finds(width, ends):
+    transformers = pytest.importorskip("transformers")
+    model = model_of({"heads": "gqa", "window": None})
+    theirs = as_transformers(model)
+    prompt = PROMPTS[1]
+    options = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": 9, "do_sample": False}
+    config = transformers.GenerationConfig(
+        **options, eos_token_id=list(ends) or None, pad_token_id=0, length_penalty=1.0, early_stopping=False
+    )
+    with torch.inference_mode():
+        found = theirs.generate(torch.tensor([prompt]), generation_config=config, attention_mask=torch.ones(1, 10))
+    texts = []
+    for row in found[:, len(prompt) :].tolist():
+        stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        texts.append(row[:stop])
+    result = beam_search(model, prompt, width, 9, eos_ids=ends, block_size=4)
+    assert [beam.tokens for beam in result.beams] == texts
+    assert width == 1 or result.most_blocks < result.unshared_blocks
+    if not ends and width == 1:
+        assert texts == [generate_naive(model, prompt, 9)]
