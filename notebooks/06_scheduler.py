@@ -64,21 +64,21 @@ print(f"model: tiny, on {device}, {torch.get_num_threads()} CPU threads; context
 class Served:
     """Seconds, counted from the arrival of the long prompt."""
 
-    gaps: list  # (when it ended, the gap) of every two neighbouring tokens of a stream
+    gaps: list  # (when it ended, the gap) of every two neighbouring tokens of a stream, before the arrival as well
     ttft: float  # of the newcomer
     steps: list  # (seconds, tokens) of every forward from then on
     chunks: list  # prompt tokens of the newcomer, forward by forward
 
     @property
     def worst(self):
-        return max(gap for _, gap in self.gaps)
+        return max(gap for end, gap in self.gaps if end > 0)
 
 
 def ask(new):
     return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
 
 
-def serve(model, streams, late, budget, chunked=True, new=24, **options):
+def serve(model, streams, late, budget, chunked=True, new=20, **options):
     """`streams` have six tokens each when the prompt `late` arrives; they go on until they have `new`."""
     options = {"max_num_seqs": len(streams) + 1, "num_blocks": 192, "keep_log": True, **options}
     whole = max(budget, model.config.max_length)
@@ -97,7 +97,6 @@ def serve(model, streams, late, budget, chunked=True, new=24, **options):
         (end - start, end - begin)
         for request in running
         for begin, end in itertools.pairwise(request.answer.token_times)
-        if end > start
     ]
     steps = [(took, step.tokens) for took, step in zip(np.diff(seconds), log)]
     chunks = [n for step in log for name, _, n, kind in step.entries if name == newcomer.id and kind == "prefill"]
@@ -108,7 +107,7 @@ real = is_available("smollm2-135m") and not is_fast()
 name = "smollm2-135m" if real else "tiny"
 model = pack_linears(load_model(name, dtype="float32")) if real else tiny
 ids = load_tokenizer(name).encode(text[:20_000])
-R, P = 6, pick(768 if real else 440, 320)  # streams, tokens of the long prompt
+R, P = 6, pick(512 if real else 440, 320)  # streams, tokens of the long prompt
 streams, late = [ids[40 * i : 40 * i + 16] for i in range(R)], ids[1000 : 1000 + P]
 print(f"model: {name}; {R} streams, then a prompt of {P} tokens")
 
@@ -136,8 +135,8 @@ print(f"a decode step takes {units.show(usual, 's')}; the step with the prompt {
 
 # %% [markdown]
 # *Every dot is one token of one stream. One row of dots hangs above the others: in that step each stream waited for
-# the newcomer's whole prompt.* The mean gap hardly moves; the worst one is what the user remembers, and it grows with
-# the longest prompt that anybody sends. This is head-of-line blocking (队头阻塞) by a stranger.
+# the newcomer's whole prompt.* The median gap does not show it; the worst one is what a user remembers, and it grows
+# with the longest prompt that anybody sends. This is head-of-line blocking (队头阻塞) by a stranger.
 
 # %% [markdown]
 # ## 2. Predict
@@ -182,10 +181,12 @@ def draw_steps(ax, decodes, prompt, budget, steps, title):
         chunk = 0 if step < 2 else min(left, budget - decodes)
         left -= chunk
         for i in range(decodes + chunk):
-            ax.add_patch(plt.Rectangle((step, i), 0.86, 0.86, color=BLUE if i < decodes else GREEN))
+            color = BLUE if i < decodes else GREEN
+            ax.add_patch(plt.Rectangle((step, i), 0.86, 1, facecolor=color, edgecolor="white", lw=0.8))
     ax.axhline(budget, color=RED, lw=1.2, ls="--")
     ax.set(xlim=(-0.3, steps), ylim=(0, 22), xlabel="step", ylabel="tokens in the forward", title=title)
     ax.set_xticks(np.arange(steps) + 0.43, range(1, steps + 1))
+    ax.set_yticks(range(0, 21, 4))
     ax.grid(False)
 
 
@@ -341,19 +342,20 @@ def draw_log(ax, log, arrivals, title=""):
     ax.grid(False)
 
 
-ARRIVALS = [(0, "A", 6, 12), (0, "B", 10, 10), (4, "C", 22, 5), (5, "D", 4, 8)]
-POOL = dict(budget=8, slots=4, blocks=11, size=4)
+ARRIVALS = [(0, "A", 6, 14), (0, "B", 9, 14), (4, "C", 14, 4), (5, "D", 4, 6)]
+POOL = dict(budget=8, slots=4, blocks=9, size=4)
 log = run_small(ARRIVALS, **POOL)
 _, ax = plots.figure(width=7.2, height=2.4)
-draw_log(ax, log, ARRIVALS, "Budget 8 tokens a step, 11 blocks of 4")
+draw_log(ax, log, ARRIVALS, "Budget 8 tokens a step, 9 blocks of 4")
 plt.show()
 print("tokens a step:", [sum(n for _, _, n, _ in entries) for entries, _ in log])
 
 # %% [markdown]
-# *Green: prompt tokens, their number written in; blue: one decode token; grey: waiting; x: preempted. A chunk never
-# makes a step larger than 8. C waits although a slot is free: its blocks are not. D, small and behind it, is not let
-# past.* Whoever lost its blocks comes back with a green cell that covers prompt **and** the words it had said: its
-# tokens were never lost, only their KV.
+# *Green: prompt tokens, their number written in; blue: one decode token; grey: waiting; x: preempted. No step is
+# larger than 8. C waits although slots are free: its blocks are not. D, small and behind it, is not let past. In
+# step 11 A needs a block, and B, the last that came, loses its own; in step 18 C loses its own to B.* B comes back
+# with green cells that cover its prompt **and** the words it had said: its tokens were never lost, only their KV.
+
 
 # %% [markdown]
 # ## 5. The library's version
@@ -602,7 +604,8 @@ plots.unit_axis(ax.yaxis, "s", "time")
 ax.legend()
 plt.show()
 print("recompute / swap: " + ", ".join(f"{size} tokens {p.ratio.median:.1f} x" for size, p in zip(lengths, back)))
-moved = 2 * blocks_for(200, 16) * 16 * (cache.nbytes // (64 * 16))
+held = list(range(blocks_for(200, 16)))  # a victim of 200 tokens
+moved = 2 * sum(store[:, held].nbytes for store in (cache.k, cache.v))
 reveal("06.swap_bytes", moved)
 
 # %% [markdown]
@@ -649,25 +652,24 @@ def wait_of_the_patient(ageing, load, most):
     return next(i for i, step in enumerate(scheduler.log) if "patient" in step.admitted) - 10
 
 
-ageings, waits = pick([1, 2, 4, 8, 16, 32], [2, 8, 16]), {}
+ageings, most, waits, never = pick([1, 2, 4, 8, 16, 32], [2, 8, 16]), pick(240, 120), {}, {}
 for load in (1, 2):
-    waits[load] = [wait_of_the_patient(g, load, 3 * max(ageings) + 40) for g in ageings]
+    waits[load] = [wait_of_the_patient(g, load, most) for g in ageings]
+    never[load] = wait_of_the_patient(10**9, load, most)
 reveal("06.wait", waits[1][ageings.index(8)])
-most = 3 * max(ageings) + 40
-never = wait_of_the_patient(10**9, 1, most)
 _, ax = plots.figure(height=2.8)
-for load, marker in ((1, "o"), (2, "s")):
-    ax.plot(ageings, waits[load], marker + "-", label=f"{load} urgent a step, one served")
-ax.axhline(never, color=RED, ls="--", label=f"no ageing: until the urgent stop coming (step {most})")
+for load, marker, color in ((1, "o", BLUE), (2, "s", plots.ORANGE)):
+    ax.plot(ageings, waits[load], marker + "-", color=color, label=f"{load} urgent a step, one served")
+    ax.axhline(never[load], color=color, ls="--", label="the same without ageing")
 ax.set(xlabel="ageing: steps of waiting worth one level", ylabel="steps waited", title="Priority 3 among priority 0")
-ax.legend()
+ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
-assert waits[1] == [3 * g for g in ageings] and never == most - 10
+assert waits[1] == [3 * g for g in ageings] and never == {1: most - 10, 2: 2 * most - 10}
 
 # %% [markdown]
 # *With ageing (老化) the wait is 3 x ageing, times the load if the server is overloaded: bounded. Without, it lasts
-# as long as the others keep coming.* All who wait gain at the same rate, so their order never changes, and a heap
-# can keep it without being sorted again.
+# as long as the others keep coming: the dashed lines are where this trace ends.* All who wait gain at the same
+# rate, so their order never changes, and a heap can keep it without being sorted again.
 #
 # One experiment is no proof, so: random traces, four priorities, pools as small as the largest request, both kinds of
 # preemption. Everybody finishes, with the tokens of a run alone, and no block is lost (`drive` asserts it).
@@ -841,7 +843,7 @@ def draw(ax, budget, streams, prompt):
     ends, heights = zip(*gaps)
     ax.stairs(heights, [0, *ends], color=plots.MEANING["technique"], fill=True, alpha=0.75)
     ax.axvline(first, color=GREEN, lw=1.6)
-    plots.unit_axis(ax.xaxis, "s", "simulated time since the prompt arrived")
+    plots.unit_axis(ax.xaxis, "s", "simulated time")
     plots.unit_axis(ax.yaxis, "s", "gap")
     ax.xaxis.set_major_locator(plt.MaxNLocator(3))
     ax.set_ylim(0, 1.1 * max(gap for _, gap in alone))
@@ -914,7 +916,7 @@ predictions()
 
 # %% [markdown]
 # **Exercise:** `exercises/06_scheduler.ipynb`: admission by blocks, a step under a budget, a preemption that loses
-# nothing, a key that never starves, a queue that stopped for ever, and six estimates.
+# nothing, a key that never starves, a queue that stopped for ever, and seven estimates.
 #
 # **Papers:** Yu et al. 2022, *Orca* (OSDI), for scheduling by iteration; Kwon et al. 2023, *PagedAttention*
 # (arXiv:2309.06180), for preemption by swap and by recompute; Holmes et al. 2024, *DeepSpeed-FastGen*

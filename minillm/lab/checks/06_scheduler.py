@@ -124,7 +124,7 @@ def total_above(got, expected, case) -> bool:
 def plan_step(rng):
     cases = [([(20, 8), (9, 8)], 6), ([(5, 0)], 5), ([(5, 0), (7, 6), (3, 2)], 2), ([(12, 9), (30, 0)], 8)]
     cases += [([(1, 0), (4, 3), (6, 5)], 2), ([(9, 0), (8, 7), (9, 4), (5, 4)], 12), ([], 4), ([(7, 6), (9, 2)], 1)]
-    cases += [([(6, 0), (6, 0), (6, 0)], 13)]
+    cases += [([(6, 0), (6, 0), (6, 0)], 13), ([(9, 0), (2, 1), (4, 0), (2, 1)], 4)]
     for _ in range(6):
         requests = []
         for _ in range(rng.randint(3, 8)):
@@ -234,8 +234,8 @@ def room_case(needed, running, queued, free, rng):
         victims = answer(needed, running_list, waiting, left)
         return {
             "victims": victims,
-            "before": [s.name for s in live],
-            "running": [s.name for s in running_list],
+            "before": sorted(s.name for s in live),
+            "running": sorted(s.name for s in running_list),
             "waiting": [s.name for s in waiting],
             "free": sorted(left),
             "sequences": {s.name: (list(s.tokens), s.computed, list(s.blocks)) for s in everyone},
@@ -255,8 +255,8 @@ def room_case(needed, running, queued, free, rng):
     states |= {f"q{a}": ([a] * 4, 0, []) for a in queued}
     expected = {
         "victims": names,
-        "before": [f"r{a}" for a, *_ in running],
-        "running": [f"r{a}" for a, *_ in running if f"r{a}" not in names],
+        "before": sorted(f"r{a}" for a, *_ in running),
+        "running": sorted(f"r{a}" for a, *_ in running if f"r{a}" not in names),  # in any order
         "waiting": [name for _, name in sorted(back)],
         "free": sorted(spare + [b for _, blocks, *_ in victims for b in blocks]),
         "sequences": states,
@@ -471,8 +471,8 @@ def serve(rng):
         ({0: [("a", 17, 1), ("b", 16, 1)]}, 4, 4, 9),
         ({0: [("a", 7, 1), ("b", 8, 1)], 3: [("c", 1, 8)]}, 7, 1, 40),
     ]
-    for _ in range(5):
-        pool, size = rng.randint(3, 8), rng.choice([2, 4, 5])
+    for _ in range(9):
+        pool, size = rng.randint(3, 12), rng.choice([1, 2, 4, 5])
         arrivals: dict = {}
         for i in range(10):
             step = rng.randint(0, 12)
