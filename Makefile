@@ -62,11 +62,11 @@ $(VENV)/.base: pyproject.toml $(VENV)/.made
 
 $(VENV)/.lab: pyproject.toml $(VENV)/.made
 	$(PIP) install -e ".[lab]"
-	@touch $@
+	@touch $(VENV)/.base $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	$(PIP) install -e ".[dev]"
-	@touch $@
+	@touch $(VENV)/.base $@
 
 # A virtual environment whose Python has gone (an upgrade of the system) is made again.
 GONE := $(shell test -x $(PY) || rm -f $(VENV)/.made)
@@ -104,7 +104,7 @@ browser: $(VENV)/.dev
 	@if $(PY) tests/chromium.py >/dev/null; then $(MAKE) --no-print-directory $(LAB)/.made; \
 	else echo "no Chromium or Chrome on this machine: the browser test is skipped"; fi
 
-$(LAB)/.made: Makefile
+$(LAB)/.made:
 	$(PY) -m venv --clear --without-pip $(LAB)
 	$(PIP) --python $(LAB)/bin/python install "jupyterlab>=4.2" "jupyterlab_widgets>=3.0"
 	@touch $@

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -145,8 +145,11 @@ def lab(port: Annotated[int, typer.Option(help="0: any free port")] = 8888) -> N
         import jupyterlab  # noqa: F401
     except ImportError:
         raise stop("JupyterLab is not installed; run: make lab") from None
-    command = [sys.executable, "-m", "jupyter", "lab", f"--notebook-dir={root}", f"--port={port}", str(first)]
-    raise typer.Exit(subprocess.call(command))
+    command = [sys.executable, "-m", "jupyterlab", "-y", f"--notebook-dir={root}", f"--port={port}"]
+    command.append(f"--LabApp.default_url=/lab/tree/notebooks/{first.name}")  # so that the printed address opens it
+    if os.geteuid() == 0:  # in a container; Jupyter otherwise refuses
+        command.append("--allow-root")
+    os.execv(sys.executable, command)  # it takes this process over, and with it the terminal and Ctrl-C
 
 
 if __name__ == "__main__":

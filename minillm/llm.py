@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 
@@ -69,11 +70,13 @@ class LLM:
             preemption=preemption,
             policy=policy,
         )
+        if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
+            raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
         self.model = pack_linears(load_model(model, dtype=dtype, device=device))
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
-        self.engine = Engine(self.model, options, self.tokenizer, eos_ids, seed)
+        self.engine = Engine(self.model, options, self.tokenizer, eos_ids, None if seed is None else int(seed))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -99,9 +102,9 @@ class LLM:
         arrival = time.perf_counter()
         prompts = _as_list(prompts)
         per_prompt = self._params_list(params, len(prompts))
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(prompts):
-            raise ParamsError(f"priority has {len(priorities)} entries for {len(prompts)} prompts")
+        priorities = self._priorities(priority, len(prompts))
+        if not isinstance(cache_salt, str):
+            raise ParamsError(illegal("cache_salt", cache_salt, "must be a string"))
         ids = [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
         groups: list[RequestGroup] = []
         try:
@@ -151,8 +154,8 @@ class LLM:
             if not prompt:
                 raise PromptError(f"{name} is empty: it must hold at least one character")
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple, torch.Tensor)):
-            ids = [t.item() if hasattr(t, "item") else t for t in prompt]  # numpy and torch integers become int
+        elif isinstance(prompt, (list, tuple)) or getattr(prompt, "ndim", 0) > 0:
+            ids = [_number(token) for token in prompt]
         else:
             raise PromptError(illegal(name, prompt, "must be a string or a list of token ids"))
         check_prompt(ids, self.config, name)
@@ -161,6 +164,8 @@ class LLM:
     @staticmethod
     def _params_list(params, count: int) -> list[SamplingParams]:
         params = SamplingParams() if params is None else params
+        if not isinstance(params, (SamplingParams, list, tuple)):
+            raise ParamsError(illegal("params", params, "must be a SamplingParams, or a list of one a prompt"))
         many = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(many) != count:
             raise ParamsError(f"params has {len(many)} entries for {count} prompts: give one, or one a prompt")
@@ -169,14 +174,31 @@ class LLM:
                 raise ParamsError(illegal("params", entry, "must be a SamplingParams, or one a prompt"))
         return many
 
+    @staticmethod
+    def _priorities(priority, count: int) -> list[int]:
+        many = list(priority) if isinstance(priority, (list, tuple)) else [priority] * count
+        if len(many) != count:
+            raise ParamsError(f"priority has {len(many)} entries for {count} prompts: give one, or one a prompt")
+        for entry in many:
+            if not isinstance(entry, Integral) or isinstance(entry, bool):
+                raise ParamsError(illegal("priority", entry, "must be a whole number; lower is more urgent"))
+        return [int(entry) for entry in many]
+
 
 def _as_list(prompts) -> list[Prompt]:
     """A single string or a single list of token ids becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, (list, tuple)) and getattr(prompts, "ndim", 0) < 1:  # an array or tensor is welcome
+        raise PromptError(illegal("prompts", prompts, "must be a string, or a list of strings or of token ids"))
     if len(prompts) == 0:
         raise PromptError("prompts is empty: give at least one prompt")
-    return list(prompts)
+    return [prompts] if isinstance(_number(prompts[0]), (int, float)) else list(prompts)
+
+
+def _number(token):
+    """A NumPy or torch scalar as Python's own number; anything else as it is."""
+    return token.item() if getattr(token, "ndim", None) == 0 else token
 
 
 __all__ = ["LLM", "Completion", "LogitsError", "RequestMetrics", "RequestOutput", "SamplingParams"]

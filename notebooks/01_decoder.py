@@ -165,7 +165,7 @@ predict("01.tokens of the vocabulary in a typical 0.9 nucleus", 20)
 # %%
 fig, ax = plt.subplots(figsize=(7.6, 4.4))
 ax.set_xlim(0, 100)
-ax.set_ylim(0, 60)
+ax.set_ylim(0, 61)
 ax.axis("off")
 
 
@@ -188,7 +188,7 @@ for x in (38, 71):
     ax.add_patch(plt.Circle((x, 30), 2, facecolor="white", edgecolor="#333333", zorder=3))
     ax.text(x, 30, "+", ha="center", va="center", fontsize=11, zorder=4)
 branches = (
-    (11, 38, [("norm", "norm"), ("q k v\n[(h + 2 h_kv) dh, d]", "mix"), ("turn q, k by position", "mix")]),
+    (11, 38, [("norm", "norm"), ("q k v\n[(h + 2 h_kv) dh, d]", "mix"), ("rotate q, k", "mix")]),
     (46, 71, [("norm", "norm"), ("gate, up\n[2 f, d]", "mlp"), ("silu(gate) · up", "mlp")]),
 )
 for left, plus, parts in branches:
@@ -200,7 +200,7 @@ for left, plus, parts in branches:
 box(30, 41, 14.5, 13, "softmax(q·k / √dh\n+ mask)·v\n\nout [d, h dh]", pale["mix"], 7)
 box(63.5, 41, 14.5, 13, "down\n[d, f]", pale["mlp"], 7)
 ax.add_patch(plt.Rectangle((10.8, 25.5), 69, 31.5, fill=False, edgecolor="#6E6E6E", ls="--"))
-ax.text(79, 26.6, "× L layers", fontsize=9, ha="right")
+ax.text(79.5, 58, "× L layers", fontsize=9, ha="right")
 ax.text(46, 20.5, "mix tokens (attention), then mix channels (MLP); each adds to x", ha="center", fontsize=9)
 box(84, 26, 14, 8, "norm, head\n[V, d]", pale["ends"], 8)
 arrow(80, 30, 83.6, 30)
@@ -283,7 +283,7 @@ def say(what, error, limit=1e-4):
     print(f"{what:42s} {'equal' if error < limit else 'DIFFERENT'}   (error under {limit:g}: {error < limit})")
 
 
-block, weights = model.layers[0], model.state_dict()
+block = model.layers[0]
 x = model.embed(ids[0])  # [time, hidden]
 say("RMSNorm", relative(rms_norm(x, block.attn_norm.weight, config.norm_eps), block.attn_norm(x)))
 
@@ -304,7 +304,12 @@ expected = library_attention(*batched, scale=config.scale)[0].transpose(0, 1)
 say("grouped-query attention", relative(attention(q, k, v, config.scale), expected))
 say("  a chunk: the last 5 queries of all keys", relative(attention(q[-5:], k, v, config.scale), expected[-5:]))
 say("SwiGLU", relative(swiglu(x, block.mlp.gate_up.weight, block.mlp.down.weight), block.mlp(x)))
-say(f"the whole decoder, {name}", relative(decoder(ids[0], weights, config), model(ids)[0]))
+for label in dict.fromkeys((name, "tiny")):
+    whole = model if label == name else load_model(label, dtype=torch.float32)
+    some = ids[0] % whole.config.vocab_size  # [time]
+    say(
+        f"the whole decoder, {label}", relative(decoder(some, whole.state_dict(), whole.config), whole(some[None])[0])
+    )
 
 # %% [markdown]
 # The same lines are MHA, MQA and GQA, Qwen2 and Qwen3: only the settings differ.
@@ -441,8 +446,8 @@ print(inspect.getsource(rotate))
 # - **One fused qkv matrix, one fused gate/up matrix.** Same bytes, fewer launches, one read of `x`.
 # - **`attend` is an argument.** The layer does not know whether keys and values are contiguous, paged, quantised or
 #   on another device. Every cache from chapter 02 on comes in here.
-# - **Rotation tables in float32**, computed once a call and shared by all layers. In bfloat16 a position above 256
-#   has no exact value any more.
+# - **Rotation tables in float32**, computed once a call and shared by all layers. In bfloat16 only
+#   every second position above 256 has a value of its own.
 # - **`rotate` on q and k together**, by one roll and one fused multiply-add.
 # - **torch's fused attention**, which never repeats K and V in memory, with the mask of the last `time` of `length`
 #   keys: one rule for prefill, for a chunk of a prompt, and for decode.
@@ -600,7 +605,7 @@ def distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetit
     if top_k:
         p = torch.where(p >= p.topk(top_k).values[-1], p, 0.0)
     ordered, order = (p / p.sum()).sort(descending=True, stable=True)
-    keep = ordered.cumsum(0) - ordered < top_p  # what ranks higher has not reached top_p yet
+    keep = (ordered.cumsum(0) - ordered < top_p) | (top_p == 1)  # what ranks higher has not reached top_p yet
     return torch.zeros_like(p).index_copy(0, order, ordered * keep) / (ordered * keep).sum()
 
 
@@ -627,6 +632,9 @@ for params, row in zip(settings, together):
     say(shown or "plain", relative(mine, row), 1e-3)
 
 # %% [markdown]
+# `| (top_p == 1)` is no decoration: summed in float32, 49152 small numbers reach 1 long before the last of them, and
+# "off" would quietly cut the tail.
+#
 # Does it *draw* what it says? A chi-square test (卡方检验) on seeded draws: the statistic has mean 9 (ten outcomes,
 # nine free), and passes 27.9 once in a thousand times if the sampler is right.
 
@@ -640,7 +648,7 @@ print(f"chi-square {statistic:.1f}, under 27.9: {statistic < 27.9}")
 
 # %% [markdown]
 # How many tokens does a filter keep? That depends on the place in the text, which is the reason for top-p (nucleus
-# sampling, 核采样) and min-p: where the model is sure they keep one token, where it is not they keep hundreds. Top-k
+# sampling, 核采样) and min-p: where the model is sure they keep one token, where it is not they keep many. Top-k
 # keeps as many everywhere.
 
 # %%
@@ -740,11 +748,11 @@ for label, state, row in zip(ways, states, picked):
     print(tokenizer.decode(state.output_ids).strip()[:300])
 
 # %% [markdown]
-# Greedy has no rare token, and tends to walk in circles. Top-p 1.0 is the model's true distribution, tail included:
-# one rare token, and the model must continue a text that nobody would have written. **Each cure has its own price:**
-# a repetition penalty also punishes words that must repeat (names, brackets in code); a low top-p in a sure place and
-# in an unsure one keep very different numbers of tokens; a filter always throws some right tokens away, so
-# evaluations and speculative decoding (chapter 16) need the true distribution.
+# Greedy always takes the likeliest token, and tends to walk in circles. Top-p 1.0 is the model's true distribution,
+# tail included: one rare token, and the model must continue a text that nobody would have written. **Each cure has
+# its own price:** a repetition penalty also punishes words that must repeat (names, brackets in code); a low top-p
+# takes away the variety that sampling was for; a filter always throws some right tokens away, so evaluations and
+# speculative decoding (chapter 16) need the true distribution.
 #
 # ## Play
 #
@@ -803,8 +811,8 @@ explore(
 # **Where are the parameters of an 8B model?** *(Measure it, first figure)*
 # - 20 seconds: 8.03 billion; 70 % in the MLP, 17 % in attention's matrices, 13 % in embedding and head.
 # - 2 minutes: per layer d · (h + 2 h_kv) · dh + h · dh · d + 3 · d · f, times 32, plus twice V · d.
-# - Follow-up: "What did grouped queries save?" A quarter of the KV bytes is left; of the parameters hardly anything
-#   goes, and Llama 3 spends it on a wider MLP.
+# - Follow-up: "What did grouped queries save?" Three quarters of the KV bytes and 0.8 billion parameters, which
+#   Llama 3 spends on a wider MLP.
 # - Number: 8B = 16 GB in bfloat16.
 #
 # **FLOPs and bytes of one decode step?** *(Measure it, second figure and its table)*

@@ -1,12 +1,10 @@
 # %% [markdown]
 # # 02 The KV cache
 #
-# **Keep the keys and values of the tokens you have read, and a new token costs one row of work instead of all of
-# them.**
+# **Keep the keys and values of the tokens you have read: a new token then costs one row of work, not all of them.**
 #
-# > *The interviewer asks:* "What does a KV cache store, why is that enough, how many bytes does it take, and when is
-# > it
-# > worth nothing?"
+# > *The interviewer asks:* "What does a KV cache store, why is that enough, how many bytes does it take, and when
+# > is it worth nothing?"
 #
 # You will be able to
 # - show that decoding without a cache costs O(n²) passes through the layers and with one O(n), and read both off a
@@ -50,10 +48,8 @@ print(
 # %% [markdown]
 # ## 1. The waste, measured
 #
-# The loop of chapter 01 is the definition of generation: run *all* tokens (词元) through the model, take the last
-# row
-# of
-# logits, append one token, start again. `generate_naive` is that loop. Every step is timed.
+# The loop of chapter 01 is the definition of generation: run *all* tokens (词元) through the model, take the last row
+# of logits, append one token, start again. `generate_naive` is that loop. Every step is timed.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -71,7 +67,7 @@ def step_seconds(generate, prompt, steps):
     return np.diff(stamps)
 
 
-steps = pick(240, 48)
+steps = pick(200, 40)
 step_seconds(generate_naive, prompt, 4)  # warm-up
 naive_steps = step_seconds(generate_naive, prompt, steps)
 
@@ -117,13 +113,10 @@ print(f"40 of them were computed at step 40 already: largest change {change:.1e}
 assert change < 1e-3 * largest
 
 # %% [markdown]
-# The old rows come out the same, up to rounding. They must: under the causal mask (因果掩码) token *i* looks only
-# at
+# The old rows come out the same, up to rounding. They must: under the causal mask (因果掩码) token *i* looks only at
 # tokens before it, so its hidden state in every layer, and the K and V made from it, cannot depend on what is
-# appended
-# later. Of Q only the last row matters, because only the last logits are read. So: **keep K and V, drop Q**. That is
-# the
-# KV cache (键值缓存).
+# appended later. Of Q only the last row matters, because only the last logits are read. So: **keep K and V, drop Q**.
+# That is the KV cache (键值缓存).
 
 # %% [markdown]
 # ## 2. Predict
@@ -134,12 +127,11 @@ assert change < 1e-3 * largest
 #   prompt once, then one row for each token but the last, `p + n - 1`.
 # - *Speed-up.* If time were proportional to rows, it would be their ratio. Is it?
 # - *Bytes of the cache* for p + n tokens: each layer keeps K and V, `kv_heads x head_dim` numbers each, for each
-#   token:
-#   **2 x batch x layers x kv_heads x head_dim x length x bytes per number**.
+#   token: **2 x batch x layers x kv_heads x head_dim x length x bytes per number**.
 # - *Bytes written* if the cache grows by concatenation (拼接): each step writes everything stored once more.
 
 # %%
-p, n = len(prompt), pick(240, 48)
+p, n = len(prompt), pick(200, 40)
 row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4  # one token, float32
 predict("02.rows_naive", n * p + n * (n - 1) / 2, "tokens")
 predict("02.rows_cache", p + n - 1, "tokens")
@@ -186,8 +178,7 @@ plt.show()
 # %% [markdown]
 # *A prompt of 4 tokens, 6 new ones. Left: the triangle is recomputed at every step. Right: the first step, prefill
 # (预填充), reads the whole prompt at once; each later step, decode (解码), computes one row and reads the others' K
-# and
-# V. The last token sampled is never run at all: nobody asks what comes after it.*
+# and V. The last token sampled is never run at all: nobody asks what comes after it.*
 
 # %% [markdown]
 # ## 4. Build it
@@ -254,11 +245,9 @@ print(inspect.getsource(ContiguousCache.attend))
 # | `truncate`, `keep` | forget rejected drafts (chapter 16), drop finished rows: no copy, or one |
 #
 # **Same tokens, proved.** Four prompts from a book that the model was not trained on, greedy (贪心) decoding: the
-# naive
-# loop, the 40 lines
-# above, the library's cache, the concatenating cache. Equal text could be luck, so look at the logits as well: the
-# gap
-# between best and second-best token, at its smallest, against the largest difference that the cache makes.
+# naive loop, the 40 lines above, the library's cache, the concatenating cache. Equal text could be luck, so look at
+# the logits as well: the gap between best and second-best token, at its smallest, against the largest difference that
+# the cache makes.
 
 
 # %%
@@ -274,7 +263,7 @@ def logit_gap(tokens, p):
     return (torch.cat(rows) - full).abs().max().item(), (best[:, 0] - best[:, 1]).min().item()
 
 
-count, differences, leads = pick(48, 16), [], []
+count, differences, leads = pick(48, 12), [], []
 for start in (5000, 9000, 20000, 40000):
     ids = tokenizer.encode(text[start : start + 400])[:24]
     expected = generate_naive(model, ids, count)
@@ -289,10 +278,8 @@ print(f"largest difference of a logit {max(differences):.1e}; smallest lead of a
 
 # %% [markdown]
 # The difference is rounding: matrix products of another shape add up in another order. As long as it stays far below
-# the
-# lead, greedy text cannot change. In bfloat16 rounding is thousands of times larger and a near-tie can flip, which is
-# why
-# the course proves equality in float32.
+# the lead, greedy text cannot change. In bfloat16, with 8 significant bits in place of 24, a near-tie can flip, which
+# is why the course proves equality in float32.
 
 # %% [markdown]
 # ## 6. Measure it
@@ -300,8 +287,7 @@ print(f"largest difference of a logit {max(differences):.1e}; smallest lead of a
 # ### Time: O(n²) against O(n)
 #
 # First the step. Both loops' steps are fitted by `a + b x tokens`: *b* is what one more token in the text adds to
-# every
-# later step. A *b* above zero is what makes the whole answer quadratic.
+# every later step. A *b* above zero is what makes the whole answer quadratic.
 
 # %% tags=["nbval-ignore-output"]
 cached_steps = step_seconds(generate_cached, prompt, steps)
@@ -322,7 +308,7 @@ for name, seconds, color in (
 ):
     a, slopes[name] = fit_line(positions[1:], seconds[1:])  # the first step is the prefill
     ax.plot(positions[1:], seconds[1:], ".", color=color, markersize=3)
-    label = f"{name}: {a * 1e3:.2g} ms + {slopes[name] * 1e6:.2g} µs x tokens"
+    label = f"{name}: {units.show(a, 's', 2)} + {units.show(slopes[name], 's', 2)} x tokens"
     ax.plot(positions, a + slopes[name] * positions, color=color, label=label)
 ax.set_xlabel("tokens in the text")
 plots.unit_axis(ax.yaxis, "s", "time for the next token")
@@ -333,23 +319,21 @@ plt.show()
 
 # %% [markdown]
 # *Naive steps climb; cached steps stay nearly level. Nearly: each still reads all stored K and V, 2 x layers x
-# kv_heads
-# x head_dim numbers a token, which is little beside the weights until the text is long (chapter 03 finds where).*
+# kv_heads x head_dim numbers a token, which is little beside the weights until the text is long (chapter 03 finds
+# where).*
 #
 # Now whole answers, run in alternation, with the exponent fitted. An exponent that is 2 on paper shows as less here:
-# a
-# step over few tokens costs about the same as a step over one, because the weights are read and the kernels started
-# either
-# way. The exact count of FLOPs has no such floor.
+# a step over few tokens costs about the same as a step over one, because the weights are read and the kernels started
+# either way. The exact count of FLOPs has no such floor.
 
 # %% tags=["nbval-ignore-output"]
-lengths = pick([30, 60, 120, 240], [12, 24, 48])
+lengths = pick([25, 50, 100, 200], [10, 20, 40])
 pairs = {}
 for length in lengths:
     pairs[length] = clock.paired(
         lambda: generate_naive(model, prompt, length),  # noqa: B023
         lambda: generate_cached(model, prompt, length),  # noqa: B023
-        repeats=pick(5 if length < 100 else 3, 3),
+        repeats=3,
         warmup=1 if length < 100 else 0,
     )
     pair = pairs[length]
@@ -358,7 +342,7 @@ for length in lengths:
         f"cache {units.show(pair.b.median, 's'):>8}, ratio {pair.ratio}"
     )
 
-many = [2**i for i in range(5, pick(13, 11))]
+many = [2**i for i in range(5, pick(13, 10))]
 shape = known_shape("llama-7b")
 
 
@@ -383,12 +367,9 @@ plt.show()
 
 # %% [markdown]
 # *Left: seconds on this machine, right: FLOPs by formula; fitted exponents in the legends.* Over the linears the
-# count is
-# n² / 2 rows against n. Attention (注意力) has one power more each: n³ / 6 query-key pairs without a cache, n² / 2
-# with
-# one. So "O(n) with a cache" is short for *the linears are O(n), and attention's O(n²) is small at usual lengths*;
-# the
-# legend's exponent just above 1 is that term arriving.
+# count is n² / 2 rows against n. Attention (注意力) has one power more each: n³ / 6 query-key pairs without a cache,
+# n² / 2 with one. So "O(n) with a cache" is short for *the linears are O(n), and attention's O(n²) is small at usual
+# lengths*; the legend's exponent just above 1 is that term arriving.
 #
 # ### Prediction against measurement
 #
@@ -431,11 +412,9 @@ plots.beside(
 plt.show()
 
 # %% [markdown]
-# *Orange: naive speed x ratio of rows. Red: memory bandwidth (内存带宽) measured here / bytes of a decode step.*
-# The
+# *Orange: naive speed x ratio of rows. Red: memory bandwidth (内存带宽) measured here / bytes of a decode step.* The
 # counts are exact. The speed-up is not their ratio: one row at a time reads every weight for a single row, while the
-# naive
-# loop's rows share one reading. A saving in FLOPs is a saving in time only where FLOPs were the limit.
+# naive loop's rows share one reading. A saving in FLOPs is a saving in time only where FLOPs were the limit.
 #
 # ### Prefill and decode are two workloads
 #
@@ -460,7 +439,7 @@ def run_decode():
 
 
 run_prefill()
-both = clock.paired(run_prefill, run_decode, repeats=pick(7, 5), warmup=1)
+both = clock.paired(run_prefill, run_decode, repeats=5, warmup=1)
 roof = roofline(machine)
 work = {
     "prefill": (forward_counts(big.config, span, scored=1), both.a.median),
@@ -480,8 +459,7 @@ plt.show()
 
 # %% [markdown]
 # *Prefill shares each weight among all prompt tokens: many FLOPs a byte. Decode reads every weight for one token:
-# about
-# half a FLOP a byte in float32 (one in 16 bits), whatever the model.* Hence the two names in every engine:
+# about half a FLOP a byte in float32 (one in 16 bits), whatever the model.* Hence the two names in every engine:
 # `prefill` sets time to first token (TTFT), `decode` sets time per output token (TPOT), and they are tuned apart.
 #
 # ### Bytes: the formula against allocated memory
@@ -494,10 +472,9 @@ assert allocated == 2 * 1 * config.num_layers * config.num_kv_heads * config.hea
 
 # %% [markdown]
 # Three figures worth knowing by heart, each from the formula. The check allocates the library's cache at the true
-# shape
-# on torch's `meta` device, which has shapes and sizes but no memory. LLaMA-7B is plain multi-head attention (MHA,
-# 多头注意力): 32 layers, 32 KV heads of 128. The second shape uses grouped-query attention (GQA, 分组查询注意力): 32
-# layers, 8 KV heads of 128. 16-bit numbers.
+# shape on torch's `meta` device, which has shapes and sizes but no memory. LLaMA-7B is plain multi-head attention
+# (MHA, 多头注意力): 32 layers, 32 KV heads of 128. The second shape uses grouped-query attention (GQA,
+# 分组查询注意力): 32 layers, 8 KV heads of 128. 16-bit numbers.
 
 # %%
 for title, name, batch, length in (
@@ -520,9 +497,8 @@ for title, name, batch, length in (
 #
 # ### Grow by concatenation, or write into room reserved ahead?
 #
-# Early caches grew by `torch.cat`: correct, short, and each step allocates a new tensor and copies all that is
-# stored. One
-# way to count what is written is to stand between torch and its kernels.
+# The short way is `torch.cat`: correct, two lines, and each step allocates a new tensor and copies all that is
+# stored. One way to count what is written is to stand between torch and its kernels.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -567,8 +543,8 @@ print(f"{n} steps from {p - 1} tokens: " + ", ".join(f"{k} {units.show(v, 'B')}"
 
 # %% [markdown]
 # Exact, both: `row x (p + (p + 1) + ...)` against `row x n`. O(n²) is back, in bytes. Does it cost time? With `tiny`
-# little: its whole
-# cache is small. So take one layer of LLaMA-7B's shape, and time one step (write and attend) at several lengths.
+# little: its whole cache is small. So take one layer of LLaMA-7B's shape, and time one step (write and attend) at
+# several lengths.
 
 # %% tags=["nbval-ignore-output"]
 layer7b = known_shape("llama-7b").with_changes(num_layers=1)
@@ -581,7 +557,7 @@ for length in spans:
     pair = clock.paired(
         lambda: fill(grown, layer7b, 1),  # noqa: B023
         lambda: fill(reserved, layer7b, 1),  # noqa: B023
-        repeats=pick(11, 5),
+        repeats=pick(7, 5),
     )
     ratios.append(pair.ratio.median)
     extra = units.show(grown.nbytes, "B")
@@ -593,10 +569,10 @@ plots.bars([f"{s} tokens" for s in spans], ratios, "x", "Step time, concatenatin
 plt.show()
 
 # %% [markdown]
-# *One attention layer, 32 heads of 128, float32; median of paired runs, quartiles printed above.* The copy
-# reads and writes as
-# much as attention itself reads twice over, and during the copy old and new exist together, so the peak is twice the
-# cache of a layer. Reserving ahead has its own price: room for the longest answer is taken from the first token on.
+# *One attention layer, 32 heads of 128, float32; median of paired runs, quartiles printed above.* The copy moves
+# twice the bytes that attention reads, once in and once out, into memory that was just allocated; while it runs, old
+# and new exist together, so the peak is twice the cache of a layer. Reserving ahead has its own price: room for the
+# longest answer is taken from the first token on.
 
 # %%
 used, reserved = 40, config.max_length
@@ -609,8 +585,8 @@ print(f"{used} tokens in a cache reserved for {reserved}: {1 - used / reserved:.
 # ## 7. Where it backfires
 #
 # A request that wants **one token**: a classifier's label, a yes or no, a score for reranking. There is no second
-# step, so
-# nothing stored is ever read. Speed-up of the cache (naive time / cached time, paired) by prompt and answer length:
+# step, so nothing stored is ever read. Speed-up of the cache (naive time / cached time, paired) by prompt and answer
+# length:
 
 # %% tags=["nbval-ignore-output"]
 prompts, answers = pick([8, 64, 256], [8, 64]), pick([1, 2, 8, 32], [1, 2, 16])
@@ -622,7 +598,7 @@ for length in prompts:
             lambda: generate_naive(model, words[:length], new),  # noqa: B023
             lambda: generate_cached(model, words[:length], new),  # noqa: B023
             repeats=pick(9 if new < 8 else 3, 5 if new < 8 else 2),
-            warmup=1,
+            warmup=1 if new < 8 else 0,
         )
         table[length, new] = pair.ratio.median
         if new == 1:
@@ -645,11 +621,9 @@ ax.set(xlabel="new tokens", ylabel="prompt, tokens", title="Speed-up of the cach
 plt.show()
 
 # %% [markdown]
-# *White: no difference; blue: the cache wins.* In the column of one token the ratio stands at 1 within its spread:
-# the same
-# forward, plus an allocation. The bytes are real, though: a server that reserves a cache for such requests holds
-# memory that other
-# requests could batch with. Engines treat them apart ("pooling", "scoring", "max_tokens=1").
+# *White: no difference; blue: the cache wins.* In the column of one token the ratio stands near 1: the same forward,
+# plus an allocation. The bytes are real, though: a server that reserves a cache for such requests holds memory that
+# other requests could batch with. Engines treat them apart ("pooling", "scoring", "max_tokens=1").
 #
 # Two more costs to name when asked: the cache takes the memory that would have held more requests, and it turns a
 # stateless call into state that must be rolled back, moved and freed. The exercise has a bug of that kind.
@@ -673,77 +647,69 @@ def draw(ax, new_tokens, prompt_tokens):
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     plots.unit_axis(ax.xaxis, "FLOP", "FLOPs of the answer")
-    ax.xaxis.set_major_locator(plt.MaxNLocator(3))
+    ax.xaxis.set_major_locator(plt.MaxNLocator(3 if len(ax.figure.axes) == 1 else 1))
+    ax.set_xlim(0, naive * 1.4)
+    for row, total in enumerate((naive, cached)):
+        ax.annotate(units.show(total, "FLOP"), (total, row), (4, 0), textcoords="offset points", va="center", size=8)
     kept = kv_bytes_per_token(shape) * (prompt_tokens + new_tokens)
     ax.set_title(f"{naive / cached:.1f} x fewer FLOPs for {units.show(kept, 'B')} of cache")
-    if ax.figure.axes == [ax]:
+    if len(ax.figure.axes) == 1:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
 
 
 explore(
     draw,
-    new_tokens=(1, 257, 8, 33),
+    new_tokens=(1, 257, 8, 9),
     prompt_tokens=(16, 512, 16, 128),
-    static=[dict(new_tokens=1), dict(new_tokens=9), dict(new_tokens=129)],
+    static=[dict(new_tokens=1), dict(new_tokens=3), dict(new_tokens=17)],
     height=2.8,
 )
 
 # %% [markdown]
-# *Prompt of 128 tokens. One new token: the bars are equal. From then on each naive step adds a whole bar of its own.*
+# *Above, a prompt of 128 tokens. One new token: the bars are equal. From then on each naive step adds a bar as long
+# as the prompt's, so with a prompt much longer than the answer the ratio is about the number of new tokens.*
 
 # %% [markdown]
 # ## 9. Say it
 #
 # **"What is a KV cache?"**
 # - *20 seconds.* Under a causal mask the keys and values of past tokens never change. Store them, and a new token
-#   needs
-#   one row through the layers instead of the whole text: n rows in place of n² / 2.
+#   needs one row through the layers instead of the whole text: n rows in place of n² / 2.
 # - *2 minutes.* Start from the naive loop and its growing step (section 1). K and V of old tokens come out equal at
-#   each step
-#   (the cell with `Watch`); Q of old tokens is not needed, since only the last logits are read. So prefill the prompt
-#   once,
-#   then decode a row at a time: write K and V at the next position, attend over all (section 4). Tokens are equal to
-#   the naive loop's (section 5). Work in the linears drops from O(n²) to O(n), attention from O(n³) to O(n²)
-#   (section
-#   6).
+#   each step (the cell with `Watch`); Q of old tokens is not needed, since only the last logits are read. So prefill
+#   the prompt once, then decode a row at a time: write K and V at the next position, attend over all (section 4).
+#   Tokens are equal to the naive loop's (section 5). Work in the linears drops from O(n²) to O(n), attention from
+#   O(n³) to O(n²) (section 6).
 # - *Follow-up: why not cache Q?* No later token ever looks at an old query. *Follow-up: is the speed-up the ratio of
 #   FLOPs?* No: decode reads all weights for one row, see the orange and the red mark in section 6.
 # - *The number:* n² / 2 rows become n.
 #
 # **"How large is it?"**
 # - *20 seconds.* 2 x batch x layers x KV heads x head dim x length x bytes. LLaMA-7B in 16 bits: 512 KiB a token, 1
-#   GiB at
-#   2,048 tokens, 17.2 GB for 8 x 4,096.
+#   GiB at 2,048 tokens, 17.2 GB for 8 x 4,096.
 # - *2 minutes.* Derive each factor, check it against allocated bytes, then say what shrinks each: batch (admission),
-#   KV heads
-#   (GQA: 8 of 32 is a quarter), length (windows, eviction), bytes (quantised KV). The 7B with 8 KV heads reaches 17.2
-#   GB at
-#   128 K tokens. Weights are paid once, KV per request: KV decides the batch, the batch decides throughput.
+#   KV heads (GQA: 8 of 32 is a quarter), length (windows, eviction), bytes (quantised KV). The 7B with 8 KV heads
+#   reaches 17.2 GB at 128 K tokens. Weights are paid once, KV per request: KV decides the batch, the batch decides
+#   throughput.
 # - *Follow-up: query heads or KV heads?* KV heads, the commonest slip. *Follow-up: GB or GiB?* 16 GiB = 17.2 GB.
 # - *The number:* 0.5 MiB a token for 7B MHA, 0.125 MiB with 8 KV heads ("Bytes", section 6).
 #
 # **"Prefill against decode?"**
 # - *20 seconds.* Prefill runs all prompt tokens at once and is bound by arithmetic; decode runs one token and is
-#   bound by
-#   reading weights and KV.
+#   bound by reading weights and KV.
 # - *2 minutes.* Same forward, different intensity (计算强度): the roofline of section 6. Prefill sets TTFT, decode
-#   TPOT.
-#   Batching
-#   helps decode, because rows share the weights; it does not help a long prefill. Hence chunked prefill and
-#   disaggregation later on.
+#   TPOT. Batching helps decode, because rows share the weights; it does not help a long prefill. Hence chunked
+#   prefill and disaggregation later on.
 # - *Follow-up: what does a decode step cost at least?* (weight bytes + KV bytes) / bandwidth: the red mark.
 # - *The number:* about 1 FLOP a byte for decode at batch 1 in 16 bits, half that in float32.
 #
 # **"When does the cache not help?"**
 # - *20 seconds.* One output token: nothing stored is read (section 7). And a cache that grows by concatenation copies
-#   O(n²)
-#   bytes; reserve ahead, or page.
+#   O(n²) bytes; reserve ahead, or page.
 # - *2 minutes.* Show the column of ones; then bytes written by the two caches, counted (section 6); then the price of
-#   reserving:
-#   room held for tokens that never come, which paging removes.
+#   reserving: room held for tokens that never come, which paging removes.
 # - *Follow-up: what goes wrong in practice?* State: a wrong offset after a rollback, positions that start again at 0,
-#   a
-#   row that still sees its last tenant. Nothing crashes; the text is subtly off. The test is always the naive loop.
+#   a row that still sees its last tenant. Nothing crashes; the text is subtly off. The test is always the naive loop.
 # - *The number:* speed-up 1 at one token, whatever the prompt.
 
 # %% [markdown]
@@ -757,10 +723,8 @@ predictions()
 # shows one request another's text.
 #
 # **Papers:** Pope et al. 2022, *Efficiently Scaling Transformer Inference* (arXiv:2211.05102), for prefill, decode
-# and
-# their costs; Shazeer 2019, *Fast Transformer Decoding* (arXiv:1911.02150), for why KV bytes, not FLOPs, limit
-# decode; Ainslie et al.
-# 2023, *GQA* (arXiv:2305.13245).
+# and their costs; Shazeer 2019, *Fast Transformer Decoding* (arXiv:1911.02150), for why KV bytes, not FLOPs, limit
+# decode; Ainslie et al. 2023, *GQA* (arXiv:2305.13245).
 #
 # **Next:** chapter 03 adds the other lines of the memory ledger: weights, activations, buffers, and what fits on a
 # card.

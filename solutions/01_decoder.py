@@ -161,19 +161,22 @@ check("01.attention", attention)
 # <details><summary>Hint 3: my values look wrong</summary>
 #
 # One token short in every row: the crossing token was dropped. The right number of tokens at the wrong places: the
-# mask is still in sorted order. Right for the first row only: top_p is one value a row.
+# mask is still in sorted order. Right for the first row only: top_p is one value a row. A few short at
+# top_p = 1: a float32 sum over a large vocabulary reaches 1 before its last token.
 # </details>
 
 
 # %%
 def nucleus(logits, top_p):
     """logits [batch, vocab], top_p [batch] in (0, 1] -> bool [batch, vocab], True for the tokens that stay.
+    At top_p = 1 every token stays, however large the vocabulary.
 
     Example: probabilities 0.5, 0.3, 0.2 at top_p 0.6 -> True, True, False.
     """
     ### BEGIN SOLUTION
     ordered, order = logits.softmax(-1).sort(-1, descending=True)  # [batch, vocab] each
-    keep = ordered.cumsum(-1) - ordered < top_p[:, None]  # [batch, vocab], in sorted order
+    above = ordered.cumsum(-1) - ordered  # [batch, vocab]: what the likelier tokens hold
+    keep = (above < top_p[:, None]) | (top_p[:, None] == 1)  # [batch, vocab], in sorted order
     return torch.zeros_like(keep).scatter(-1, order, keep)
     ### END SOLUTION
 
@@ -273,10 +276,10 @@ def chunked_attention(q, k, v, inverse, chunk):
 # %%
 check("01.chunked_attention", chunked_attention)
 
-# %% [markdown]
+# %% [markdown] tags=["solution-only"]
 # ## All together
 #
-# With tasks 1 to 4 done, this cell has everything a layer needs. Chapter 02 stops repeating it for old tokens.
+# The first three tasks make the attention half of a layer. Chapter 02 stops repeating it for old tokens.
 
 # %% tags=["solution-only"]
 x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))

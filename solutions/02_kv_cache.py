@@ -2,8 +2,7 @@
 # # Exercise 02: the KV cache
 #
 # Six tasks, about 75 minutes: the bytes of a cache, three figures worth knowing, the price of growing by
-# concatenation,
-# the mask, a cache of your own, and one that shows a request what another wrote. Chapter:
+# concatenation, the mask, a cache of your own, and one that shows a request what another wrote. Chapter:
 # `notebooks/02_kv_cache.ipynb`.
 #
 # Replace `raise NotImplementedError`, run the cell, then run the check below it. A check may be run as often as you
@@ -29,8 +28,7 @@ from minillm.lab import check
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Half of what is expected: K alone, without V. Too large by the size of a GQA group: query heads in place of KV heads
-# (they are not even an
-# argument here). Right for batch 1 only: the batch is missing.
+# (they are not even an argument here). Right for batch 1 only: the batch is missing.
 # </details>
 
 
@@ -52,8 +50,7 @@ check("02.kv_bytes", kv_bytes)
 # ## 2. Estimate it: four figures (10 minutes)
 #
 # **What.** Four numbers, to within 3 %. Write down the expression, not a number you remember. 16-bit numbers
-# throughout; GB is 10^9 bytes, GiB is
-# 2^30; 128 K tokens are 131,072.
+# throughout; GB is 10^9 bytes, GiB is 2^30; 128 K tokens are 131,072.
 #
 # | key | what |
 # |---|---|
@@ -70,13 +67,11 @@ check("02.kv_bytes", kv_bytes)
 # </details>
 # <details><summary>Hint 2: the plan</summary>
 # 2 x 32 x 32 x 128 x 2 bytes = 512 KiB a token; times the tokens, all sequences together; divided by 2^30 or 10^9.
-# The last: free bytes
-# / bytes a token.
+# The last: free bytes / bytes a token.
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # 16.0 where GB was asked: that is GiB. Four times too large on the third: 32 KV heads in place of 8. Half of
-# everything: V is missing.
-# The last near 19,900 or 45,000: the 1 GB, or the weights, were not taken off.
+# everything: V is missing. The last near 20,000 or 44,000: the 1 GB, or the weights, were not taken off.
 # </details>
 
 
@@ -101,8 +96,7 @@ check("02.figures", figures)
 # ## 3. What growing costs (10 minutes)
 #
 # **What.** A cache that grows by `torch.cat` holds `prompt` tokens. Then come `steps` decode steps; each makes a new
-# tensor that holds
-# everything stored so far *and* the new token. How many bytes do those steps write?
+# tensor that holds everything stored so far *and* the new token. How many bytes do those steps write?
 # **Why.** The answer is quadratic: the term that the cache removed from the FLOPs comes back in bytes.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -113,8 +107,8 @@ check("02.figures", figures)
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Short by one token a step: the new token is not counted. The same for every prompt: what was stored before is not
-# copied in your sum. Far too
-# small: that is the preallocated cache, one row a step. A float that is off in its last digits: `/` in place of `//`.
+# copied in your sum. Far too small: that is the preallocated cache, one row a step. A float that is off in its last
+# digits: `/` in place of `//`.
 # </details>
 
 
@@ -136,11 +130,9 @@ check("02.concat_writes", concat_writes)
 # ## 4. The mask of a chunk (10 minutes)
 #
 # **What.** A call brings `time` new tokens; with them the cache holds `length` tokens (`length >= time`). Which keys
-# may each of the new
-# queries see? The new tokens are the *last* of the stored ones.
+# may each of the new queries see? The new tokens are the *last* of the stored ones.
 # **Why.** Prefill has time = length, decode has time = 1, chunked prefill and draft verification lie between. A mask
-# that is right for prefill
-# only is the classic bug of a first cache.
+# that is right for prefill only is the classic bug of a first cache.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # At which position of the text does query 0 of this call sit?
@@ -151,8 +143,7 @@ check("02.concat_writes", concat_writes)
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Right for (4, 4), wrong for (2, 5): aligned at the top left, query 0 sees only key 0. One True too few in each row:
-# a query sees itself, `<=`.
-# Everything inverted: True means "may look" here. Row 0 of (1, 6) must be all True.
+# a query sees itself, `<=`. Everything inverted: True means "may look" here. Row 0 of (1, 6) must be all True.
 # </details>
 
 
@@ -175,8 +166,8 @@ check("02.causal_mask", causal_mask)
 # ## 5. A cache of your own (20 minutes)
 #
 # **What.** A class that stands behind the decoder's seam. The decoder calls `positions` once and then `attend` once
-# per layer, for each call of
-# the model; a call may bring one token or many. Reserve the room in `__init__`; each call writes its new rows only.
+# per layer, for each call of the model; a call may bring one token or many. Reserve the room in `__init__`; each call
+# writes its new rows only.
 # **Why.** This is the object all later chapters change: paged, quantised, windowed, shared.
 #
 # - `layer.index` says which layer calls, `layer.scale` is the factor on `q @ k`.
@@ -191,15 +182,13 @@ check("02.causal_mask", causal_mask)
 # </details>
 # <details><summary>Hint 2: the plan</summary>
 # Two tensors [layers, batch, kv_heads, max_length, head_dim] and one count per layer. In `attend`: end = count +
-# time; write rows count to end; take
-# rows up to end; repeat KV heads with `repeat_interleave`; scores, mask, softmax in float32, weights @ values.
+# time; write rows count to end; take rows up to end; repeat KV heads with `repeat_interleave`; scores, mask, softmax
+# in float32, weights @ values.
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Right for one layer only: one count shared by all. First call right, later ones wrong: the mask, or rows written at
-# 0 again. Wrong with
-# grouped heads only: `repeat` lays heads out as 0 1 0 1, `repeat_interleave` as 0 0 1 1. Right alone, wrong in a
-# model: positions do not go on.
-# Right alone, wrong beside a second cache: tensors on the class.
+# 0 again. Wrong with grouped heads only: `repeat` lays heads out as 0 1 0 1, `repeat_interleave` as 0 0 1 1. Right
+# alone, wrong in a model: positions do not go on. Right alone, wrong beside a second cache: tensors on the class.
 # </details>
 
 
@@ -249,16 +238,13 @@ check("02.cache", Cache)
 # ## 6. Debug it: the answer that quoted a stranger (20 minutes)
 #
 # **What.** A server keeps one cache with a row ("slot") per request, each filled to its own length. The function runs
-# one decode step for all slots.
-# Its tests, with prompts of equal length, are green. In production a long request ends, a short one takes over its
-# slot (its length starts at 0
-# again, nothing is erased), and now and then an answer quotes the request that was there before. Find the line and
-# mend it.
+# one decode step for all slots. Its tests, with prompts of equal length, are green. In production a long request
+# ends, a short one takes over its slot (its length starts at 0 again, nothing is erased), and now and then an answer
+# quotes the request that was there before. Find the line and mend it.
 # **Why.** Stale rows after a slot is reused are a data leak between users; nothing crashes.
 #
 # Not erasing is right: a slot is freed by setting its length, which costs nothing. Keep it that way, and keep the
-# function free of loops over
-# slots if you can.
+# function free of loops over slots if you can.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # With equal lengths all is well. Which line treats all slots alike?
@@ -269,10 +255,8 @@ check("02.cache", Cache)
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Closer, but still off: zeroed keys are not masked keys, their score is 0 and e^0 is not 0. One stale row still seen:
-# `>` in place of `>=`, now that
-# lengths already count the new token. The new token does not see itself: the mask was made before the lengths grew. A
-# shape error, or slots and heads
-# mixed up: index the mask as [:, None, None].
+# `>` in place of `>=`, now that lengths already count the new token. The new token does not see itself: the mask was
+# made before the lengths grew. A shape error, or slots and heads mixed up: index the mask as [:, None, None].
 # </details>
 
 
@@ -315,5 +299,5 @@ check("02.decode_step", decode_step)
 
 # %% [markdown]
 # **Done?** Put your `Cache` behind the real model: `generate_cached(load_model("tiny"), prompt, 32,
-# cache=Cache(...))` from
-# `minillm.cache.generate` gives the naive loop's tokens. Next: exercise 03, what else is in the memory.
+# cache=Cache(...))` from `minillm.cache.generate` gives the naive loop's tokens. Next: exercise 03, what else is in
+# the memory.

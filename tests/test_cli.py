@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
@@ -98,6 +99,22 @@ def test_grade_of_what_is_not_there_exits_with_2(tmp_path):
     done = run("grade", str(tmp_path / "02_kv_cache.ipynb"))
     assert done.exit_code == 2
     assert "there is no file" in done.output
+
+
+def test_lab_without_jupyterlab_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    done = run("lab")
+    assert done.exit_code == 2
+    assert "make lab" in one_line(done.output)
+
+
+def test_lab_opens_the_first_notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jupyterlab", types.ModuleType("jupyterlab"))
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    assert run("lab", "--port", "0").exit_code == 0
+    assert any(part.endswith("00_one_token.ipynb") for part in started[0])
+    assert "--port=0" in started[0]
 
 
 def test_as_a_program_without_a_terminal(tmp_path):

@@ -60,6 +60,13 @@ def test_prediction_stands_beside_measurement(capsys):
         reveal("97.bytes", 1.0, "s")
 
 
+@pytest.mark.parametrize("value", ["12", [1.0], 1j, {}, float("nan"), float("inf"), 10**400])
+def test_a_prediction_that_is_no_number_is_one_clear_error(value):
+    for call in (predict, reveal):
+        with pytest.raises(ValueError, match=r"97\.odd: .* is not a finite number"):
+            call("97.odd", value)
+
+
 def test_recorded_figures_and_their_absence(tmp_path, monkeypatch):
     monkeypatch.setenv("MINILLM_MEASUREMENTS", str(tmp_path))
     nothing = recorded("decode.rate")

@@ -1,5 +1,6 @@
 """LLM: what a user types, and every way of typing it wrong."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,12 @@ BAD_PROMPTS = {
     "not an id": ([[1.5]], "token id=1.5"),
     "second of two": (["fine", ""], "prompt 1 is empty"),
     "None": ([None], "prompt 0=None"),
+    "no prompt": (None, "prompts=None"),
+    "a number": (5, "prompts=5"),
+    "a dict": ({"prompt": "a"}, "prompts="),
+    "a generator": ((text for text in ["a"]), "prompts=<generator"),
+    "a tensor without an axis": (torch.tensor(3), "prompts=tensor"),
+    "a bool": ([True], "token id=True"),
 }
 
 
@@ -152,11 +159,26 @@ def test_bad_prompts_raise_one_clear_error(llm, name):
     assert llm.generate("The sea", GREEDY)[0].token_ids  # the next call is unharmed
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: [np.int64(i) for i in ids], tuple])
+def test_token_ids_of_other_types_are_token_ids(llm, kind):
+    ids = llm.tokenizer.encode("The sea")
+    expected = llm.generate([ids], GREEDY)[0].token_ids
+    assert llm.generate(kind(ids), GREEDY)[0].token_ids == expected
+    assert llm.generate([kind(ids)], GREEDY)[0].token_ids == expected
+
+
 def test_bad_options_raise_one_clear_error(llm):
     with pytest.raises(ParamsError, match="2 entries for 1 prompts"):
         llm.generate("The sea", [GREEDY, GREEDY])
     with pytest.raises(ParamsError, match="must be a SamplingParams"):
         llm.generate("The sea", [{"max_tokens": 3}])
+    for params in (5, {"max_tokens": 3}, SamplingParams):
+        with pytest.raises(ParamsError, match=r"^params="):
+            llm.generate("The sea", params)
+    for option in ({"seed": "x"}, {"seed": 1.5}, {"seed": True}, {"device": "xpu"}, {"device": 1.5}, {"device": ""}):
+        name = next(iter(option))
+        with pytest.raises(ParamsError, match=f"^{name}="):
+            LLM("tiny", **{"device": "cpu", **option})
     with pytest.raises(ParamsError, match="max_num_seqs=0"):
         LLM("tiny", max_num_seqs=0)
     with pytest.raises(ParamsError, match="n=2"):

@@ -115,9 +115,24 @@ def test_decode_is_two_flops_per_parameter_and_intensity_grows_with_batch():
     assert prefill.intensity > 400
 
 
-@pytest.mark.parametrize("bad", [{"new_tokens": 0}, {"context": -1}, {"batch": 0}, {"scored": 5}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"new_tokens": 0},
+        {"new_tokens": 1.5},
+        {"new_tokens": "2"},
+        {"context": -1},
+        {"batch": 0},
+        {"scored": 5},
+        {"dtype_bytes": 0},
+        {"dtype_bytes": math.nan},
+        {"kv_bytes": -2},
+        {"kv_bytes": "2"},
+    ],
+)
 def test_illegal_counts_are_one_clear_error(bad):
-    with pytest.raises(ValueError, match="needs new_tokens >= 1"):
+    name, value = next(iter(bad.items()))
+    with pytest.raises(ValueError, match=f"^{name}={value!r}: must be"):
         counts.forward_counts(SMALL, **({"new_tokens": 2} | bad))
 
 
@@ -156,6 +171,17 @@ def test_summary_and_goodput_by_hand():
     assert clock.summary(trace()).good_requests == 3
     with pytest.raises(ValueError, match="at least one request"):
         clock.summary([clock.RequestTimes(0.0)])
+
+
+def test_rates_over_no_time_are_one_clear_error():
+    for requests, options in (
+        ([clock.RequestTimes(0.0, [0.0])], {}),
+        ([clock.RequestTimes(0.0, [1.0])], {"duration": -1}),
+    ):
+        with pytest.raises(ValueError, match="duration="):
+            clock.summary(requests, **options)
+    with pytest.raises(ValueError, match="bandwidth=0"):
+        Roofline(1e12, 0)
 
 
 def test_paired_alternates_and_divides_pair_by_pair():

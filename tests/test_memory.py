@@ -155,8 +155,25 @@ def test_chunks_bound_the_activations():
 
 @pytest.mark.parametrize("bad", [{"attention": "magic"}, {"new": 0}, {"batch": 0}, {"context": -1}, {"scored": 9}])
 def test_illegal_forwards_are_one_clear_error(bad):
-    with pytest.raises(ValueError, match=r"must be one of|needs batch"):
+    with pytest.raises(ValueError, match=rf"^{next(iter(bad))}=.*must be"):
         Forward(**({"batch": 1, "new": 4} | bad))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: memory.kv_bytes(SMALL, -1, 10), "batch=-1"),
+        (lambda: memory.kv_bytes(SMALL, 1, 1.5), "length=1.5"),
+        (lambda: memory.Precision(4, group=0), "group=0"),
+        (lambda: memory.largest_batch(SMALL, "24GB", 10), "memory='24GB'"),
+        (lambda: memory.largest_batch(SMALL, float("inf"), 10), "memory=inf"),
+        (lambda: memory.fits(SMALL, 10**9, 1, 10, utilization=1.5), "utilization=1.5"),
+        (lambda: memory.ledger(SMALL, 1, 10, prefill_chunk=0), "new=0"),
+    ],
+)
+def test_illegal_ledgers_are_one_clear_error(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_peak_phase_is_the_head_when_all_tokens_are_scored():

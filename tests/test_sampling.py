@@ -386,7 +386,7 @@ ILLEGAL = [
     ("min_p", [-0.1, 1.1, math.nan]),
     ("top_k", [-2, 1.0, math.nan, True, "5", None]),
     ("max_tokens", [0, -1, 1.5, True, None]),
-    ("n", [0, -1, 2.0]),
+    ("n", [0, -1, 2.0, 10**12]),
     ("repetition_penalty", [0, -1, math.nan, math.inf]),
     ("presence_penalty", [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.1, 2.1, math.nan]),

@@ -226,6 +226,7 @@ def test_folders_without_weights_or_config(tmp_path, folder):
         ("/no/such/folder", "unknown model"),
         ("", "unknown model"),
         ("shape:llama-9", "llama-2-7b"),
+        ("x" * 5000, "is no name of a model"),
     ],
 )
 def test_unknown_models(name, message):

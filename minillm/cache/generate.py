@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from minillm.cache.contiguous import ContiguousCache
+from minillm.errors import PromptError
 from minillm.model.decoder import Decoder, KVCache
-from minillm.model.generate import check_prompt, greedy
+from minillm.model.generate import check_count, check_prompt, greedy
 
 
 @torch.inference_mode()
@@ -37,9 +38,14 @@ def cached_tokens(
 ) -> Iterator[int]:
     """The tokens of `naive_tokens`, with one row of work a step. cache: empty; by default as long as is needed."""
     check_prompt(prompt, model.config)
+    check_count(max_tokens)
     steps = min(max_tokens, model.config.max_length + 1 - len(prompt))
     if cache is None:
         cache = ContiguousCache(model.config, 1, len(prompt) + steps, model.dtype, model.device)
+    elif cache.length:
+        raise PromptError(
+            f"cache holds {cache.length} tokens: it must be empty, for the prompt is read from its start"
+        )
     logits = prefill(model, torch.tensor([prompt], device=model.device), cache)  # [1, vocab]
     for step in range(steps):
         token = choose(logits)  # [1]

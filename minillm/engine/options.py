@@ -7,6 +7,7 @@ scheduler alone makes one directly.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from minillm.cache.block_pool import blocks_for
 from minillm.errors import ParamsError, illegal
@@ -53,7 +54,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, values in CHOICES.items():
-            if getattr(self, name) not in values:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in values:
                 legal = "must be " + " or ".join(f'"{value}"' for value in values)
                 raise ParamsError(illegal(name, getattr(self, name), legal))
         for name in ("enable_chunked_prefill", "prefill_first", "keep_log"):
@@ -63,8 +64,9 @@ class EngineOptions:
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise ParamsError(illegal(name, value, f"must be a whole number of at least {least}"))
+            object.__setattr__(self, name, int(value))  # the dataclass is frozen; this only normalises NumPy's
         self._check_mixes()
 
     def _check_mixes(self) -> None:

@@ -8,6 +8,7 @@ All chapters.
 """
 
 import html
+import math
 from dataclasses import dataclass
 
 from minillm.lab import units
@@ -40,9 +41,20 @@ _TABLE: dict[str, Entry] = {}  # one notebook is one process, so this is the not
 
 def predict(name: str, value, unit: str = "") -> None:
     """Write a prediction down. None or ... means "I have no idea yet": the measurement is then shown alone."""
-    number = None if value is None or value is ... else float(value)
+    number = None if value is None or value is ... else _number(name, value)
     _TABLE[name] = Entry(name, number, unit)
     print(f"{name}  predicted {_TABLE[name].row()[1]}")
+
+
+def _number(name: str, value) -> float:
+    """One finite number, or one clear error; a tensor or array of one element is a number too."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise ValueError(f"{name}: {value!r} is not a finite number; write ... where you have no idea yet")
+    return number
 
 
 def reveal(name: str, measured, unit: str | None = None) -> None:
@@ -50,7 +62,7 @@ def reveal(name: str, measured, unit: str | None = None) -> None:
     entry = _TABLE.setdefault(name, Entry(name, None, unit or ""))
     if unit is not None and entry.unit and unit != entry.unit:
         raise ValueError(f"{name} was predicted in {entry.unit!r} and is revealed in {unit!r}: use one unit")
-    entry.measured = float(measured)
+    entry.measured = _number(name, measured)
     entry.unit = entry.unit or unit or ""
     _, predicted, shown, ratio = entry.row()
     print(f"{name}  predicted {predicted}  measured {shown}" + (f"  ratio {ratio}" if ratio else ""))

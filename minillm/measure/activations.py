@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minillm.measure.counts import whole
 from minillm.model.config import ModelConfig
 
 ATTENTION = ("sdpa", "flash", "naive")
@@ -34,8 +35,9 @@ class Forward:
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:
             raise ValueError(f"attention={self.attention!r} must be one of {', '.join(ATTENTION)}")
-        if self.batch < 1 or self.new < 1 or self.context < 0 or not 0 <= self.scored <= self.new:
-            raise ValueError(f"{self}: needs batch, new >= 1, context >= 0 and 0 <= scored <= new")
+        for name, least in (("batch", 1), ("new", 1), ("context", 0)):
+            whole(name, getattr(self, name), least)
+        whole("scored", self.scored, 0, self.new)
 
     @property
     def tokens(self) -> int:

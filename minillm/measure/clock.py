@@ -238,6 +238,8 @@ def summary(requests: Sequence[RequestTimes], slo: SLO | None = None, duration: 
         raise ValueError("summary needs at least one request that got a token")
     if duration is None:
         duration = max(r.token_times[-1] for r in done) - min(r.arrival for r in requests)
+    if not duration > 0:
+        raise ValueError(f"duration={duration!r} must be > 0 seconds: nothing has a rate over no time")
     slo = slo or SLO()
     return Summary(
         requests=len(done),

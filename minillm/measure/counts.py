@@ -10,12 +10,22 @@ fused and cache-sized they need not reach memory; a measured time that implies f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
+from minillm.errors import illegal
 from minillm.model.config import ModelConfig
 
 PARTS = ("embedding", "qkv", "attention", "out", "mlp", "norms", "head")
+
+
+def whole(name: str, value: object, least: int = 0, most: float = math.inf) -> None:
+    """Raise unless value is a whole number (Python's or NumPy's) from least to most."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value <= most:
+        upper = "" if most == math.inf else f" and at most {most}"
+        raise ValueError(illegal(name, value, f"must be a whole number of at least {least}{upper}"))
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
@@ -102,11 +112,12 @@ def forward_counts(
     """
     scored = new_tokens if scored is None else scored
     kv_bytes = dtype_bytes if kv_bytes is None else kv_bytes
-    if new_tokens < 1 or context < 0 or batch < 1 or not 0 <= scored <= new_tokens:
-        raise ValueError(
-            f"new_tokens={new_tokens}, context={context}, batch={batch}, scored={scored}: "
-            "needs new_tokens >= 1, context >= 0, batch >= 1, 0 <= scored <= new_tokens"
-        )
+    for name, value, least in (("new_tokens", new_tokens, 1), ("context", context, 0), ("batch", batch, 1)):
+        whole(name, value, least)
+    whole("scored", scored, 0, new_tokens)
+    for name, size in (("dtype_bytes", dtype_bytes), ("kv_bytes", kv_bytes)):
+        if not isinstance(size, Real) or not 0 < size < math.inf:
+            raise ValueError(illegal(name, size, "must be a number of bytes above 0"))
     tokens, hidden = batch * new_tokens, config.hidden_size
     width = config.num_heads * config.head_dim
     qkv_rows = width + 2 * config.num_kv_heads * config.head_dim

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.measure import clock, records
+from minillm.model.weights import as_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,7 +64,7 @@ def ceilings(device: str | torch.device | None = None, *, fast: bool = False, ag
 
     again: measure anew, as when the machine was busy the first time.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = as_device(device)
     if again:
         _measured.cache_clear()
     return _measured(device, fast, torch.get_num_threads())

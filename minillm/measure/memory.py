@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
+from minillm.errors import illegal
 from minillm.measure import activations, counts
 from minillm.measure.activations import Forward
+from minillm.measure.counts import whole
 from minillm.model.config import ModelConfig
 
 GB, GiB, MiB = 10**9, 2**30, 2**20
@@ -57,6 +60,8 @@ class Precision:
         for name in ("weights", "kv", "compute"):
             if getattr(self, name) not in (32, 16, 8, 4, 3, 2):
                 raise ValueError(f"{name}={getattr(self, name)!r} bits: must be one of 32, 16, 8, 4, 3, 2")
+        if self.group is not None:
+            whole("group", self.group, 1)
 
 
 PRECISIONS = {
@@ -87,6 +92,9 @@ def weight_bytes(config: ModelConfig, precision: Precision = PRECISIONS["fp16"])
 
 def kv_bytes(config: ModelConfig, batch: int, length: int, bits: int = 16) -> int:
     """2 x batch x layers x kv_heads x head_dim x length x bytes, and the scales of a quantised cache."""
+    whole("batch", batch)
+    whole("length", length)
+    whole("bits", bits, 1)
     vectors = 2 * batch * config.num_layers * config.num_kv_heads * length
     return vectors * (config.head_dim * bits + (16 if bits < 16 else 0)) // 8
 
@@ -168,6 +176,10 @@ def fits(config: ModelConfig, memory: int, batch: int, context: int, *, utilizat
 
     The rest is left to the CUDA context, the libraries' workspaces and fragmentation; 0.9 is vLLM's default too.
     """
+    if not 0 < utilization <= 1:
+        raise ValueError(f"utilization={utilization!r} must be above 0 and at most 1")
+    if not isinstance(memory, Real) or not 0 <= memory < math.inf:
+        raise ValueError(illegal("memory", memory, "must be a number of bytes"))
     return ledger(config, batch, context, **options).total <= memory * utilization
 
 

@@ -103,7 +103,8 @@ def measure_peak(function: Callable[[], object], *, tensors: bool = False) -> Pe
 def measure_forward(config: ModelConfig, run: Forward, dtype: str = "float32") -> dict:
     """Build a random model and its cache in a fresh process and run one forward there; bytes by part.
 
-    Returns weights_and_kv, activations (over weights and KV), total, tensors (LiveBytes' view of activations), how.
+    Returns weights_and_kv, activations (over weights and KV), total, tensors (LiveBytes' view of activations), how;
+    and scratch, what the matrix library took for itself before (in none of the others).
     On CUDA the same figures come from the allocator.
     """
     job = json.dumps({"config": asdict(config), "run": asdict(run), "dtype": dtype})
@@ -123,6 +124,7 @@ def _job(config: ModelConfig, run: Forward, dtype: torch.dtype) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     warm = config.with_changes(vocab_size=64, num_layers=1, windows=config.windows[:1])
     _forward(random_model(warm, dtype, device), _cache(warm, run, dtype, device), Forward(run.batch, 1))
+    scratch = _warm_products(config, run, dtype, device)
     made: list = []
 
     def build() -> None:
@@ -140,8 +142,24 @@ def _job(config: ModelConfig, run: Forward, dtype: torch.dtype) -> dict:
         "total": standing.bytes + peak.bytes,
         "tensors": mode.peak,
         "operation": mode.operation,
+        "scratch": scratch,
         "how": peak.how,
     }
+
+
+def _warm_products(config: ModelConfig, run: Forward, dtype: torch.dtype, device: torch.device) -> int:
+    """Make the matrix library take its scratch (packed operands, a few MB a thread), which it keeps; its bytes.
+
+    It belongs to the process, not to the model: taken at the first large product and used by all later ones.
+    """
+    shapes = [(run.tokens, config.hidden_size), (min(config.vocab_size, 8192), config.hidden_size)]
+    known = sum(rows * columns for rows, columns in [*shapes, (shapes[0][0], shapes[1][0])]) * dtype.itemsize
+
+    def product() -> None:
+        x, w = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
+        torch.nn.functional.linear(x, w)  # [tokens, 8192]
+
+    return max(0, measure_peak(product).bytes - known)
 
 
 def _cache(config: ModelConfig, run: Forward, dtype: torch.dtype, device: torch.device) -> ContiguousCache:

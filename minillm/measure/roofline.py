@@ -23,6 +23,11 @@ class Roofline:
     bandwidth: float
     label: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("peak", "bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be > 0")
+
     @property
     def ridge(self) -> float:
         """The intensity, in FLOPs per byte, from which arithmetic is the limit."""

@@ -7,12 +7,18 @@ Hugging Face's `config.json` into this.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from minillm.errors import ConfigError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 ROPE_KINDS = ("default", "linear", "ntk", "yarn", "llama3")
+
+
+def is_positive(value: object) -> bool:
+    """A finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,14 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ConfigError(f"rope type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        if not self.factor > 0:
-            raise ConfigError(f"rope factor={self.factor!r} must be > 0")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            if not is_positive(value) and not (name == "attention_factor" and value is None):
+                raise ConfigError(f"rope {name}={value!r} must be a finite number > 0")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope low_freq_factor={self.low_freq_factor!r} must be < high_freq_factor={self.high_freq_factor!r}"
+            )
         if self.kind in ("yarn", "llama3") and self.original_length <= 0:
             raise ConfigError(f"rope type {self.kind!r} needs original_length > 0, got {self.original_length}")
 
@@ -98,6 +110,18 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be an integer >= 1")
+        for name in (
+            "norm_eps",
+            "rope_theta",
+            "rope_local_theta",
+            "attention_scale",
+            "attention_softcap",
+            "logit_softcap",
+        ):
+            value = getattr(self, name)
+            unset = value is None and name not in ("norm_eps", "rope_theta")
+            if not unset and not is_positive(value) and not (name == "norm_eps" and value == 0):
+                raise ConfigError(f"{name}={value!r} must be a finite number > 0")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.positions == "rope" and self.head_dim % 2:

@@ -74,8 +74,8 @@ def _read(raw: Mapping) -> ModelConfig:
         raise ConfigError(f"config.json: num_hidden_layers={layers} must be at most {MOST_LAYERS}")
     windows = layer_windows(values, layers)
     theta, scaling, local_theta = rope_settings(values)
-    settings = {"qkv_bias": False, "out_bias": False, "mlp_bias": bool(values.get("mlp_bias", False))}
-    if values.get("attention_bias") and family != "mistral":
+    settings = {"qkv_bias": False, "out_bias": False, "mlp_bias": flag(values, "mlp_bias")}
+    if flag(values, "attention_bias") and family != "mistral":
         settings.update(qkv_bias=True, out_bias=True)
     settings.update(spec.settings)
     if family.startswith("gemma"):
@@ -94,7 +94,7 @@ def _read(raw: Mapping) -> ModelConfig:
         num_kv_heads=integer(values, "num_key_value_heads", heads),
         head_dim=integer(values, "head_dim", hidden // max(heads, 1)),
         max_length=context_length(values, scaling),
-        tie_embeddings=bool(values["tie_word_embeddings"]),
+        tie_embeddings=flag(values, "tie_word_embeddings"),
         norm_eps=number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -111,6 +111,7 @@ def _read(raw: Mapping) -> ModelConfig:
 def family_of(raw: Mapping) -> str:
     """The key in FAMILIES, by `model_type`; architectures that are no plain decoder are refused by name."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or []
+    architectures = [architectures] if isinstance(architectures, str) else architectures
     if model_type is None and not architectures:
         raise ConfigError("config.json names neither model_type nor architectures")
     decoders = [a for a in architectures if str(a).endswith(("ForCausalLM", "LMHeadModel"))]
@@ -166,8 +167,12 @@ def rope_settings(values: Mapping) -> tuple[float, RopeScaling, float | None]:
     if kind == "default":
         return theta, RopeScaling(), local
     original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = original or values.get("max_position_embeddings", 0)
-    factor = rope.get("factor") or values.get("max_position_embeddings", 0) / max(original, 1)
+    context = values.get("max_position_embeddings", 0)
+    original = original or context
+    factor = rope.get("factor")
+    if factor is None and kind in ("linear", "ntk", "llama3"):  # YaRN may leave it to the two lengths
+        raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
+    factor = number({"rope factor": factor}, "rope factor") if factor is not None else context / max(original, 1)
     named = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
     optional = {name: rope[name] for name in named if rope.get(name) is not None}
     return (
@@ -207,6 +212,13 @@ def integer(values: Mapping, name: str, default: int | None = None) -> int:
     value = values.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"config.json: {name}={value!r} must be an integer")
+    return value
+
+
+def flag(values: Mapping, name: str) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name}={value!r} must be true or false")
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -31,8 +32,11 @@ def hf_weights(model: Decoder) -> dict[str, Tensor]:
     return {name: weight.detach().clone().contiguous() for name, weight in out.items()}
 
 
-def export(model: Decoder, folder: str | Path, facts: dict | None = None) -> None:
-    """A folder that `load_model` and transformers can both open. facts: how it was trained (training.json)."""
+def export(model: Decoder, folder: str | Path, facts: dict | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """A folder that `load_model` and transformers can both open, weights rounded to dtype.
+
+    facts: how it was trained (training.json).
+    """
     folder, c = Path(folder), model.config
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -55,11 +59,12 @@ def export(model: Decoder, folder: str | Path, facts: dict | None = None) -> Non
         "bos_token_id": c.bos_id,
         "eos_token_id": list(c.eos_ids),
         "pad_token_id": c.bos_id,
-        "torch_dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     files = {"config.json": settings}
     if facts:
         files["training.json"] = facts
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf8")
-    save_file(hf_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: weight.to(dtype) for name, weight in hf_weights(model).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

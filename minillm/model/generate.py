@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minillm.errors import PromptError, illegal
+from minillm.errors import ParamsError, PromptError, illegal
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
 
@@ -34,12 +34,19 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig, name: str = "prompt
             raise PromptError(illegal(f"{name} token id", token, f"must be in 0 .. {config.vocab_size - 1}"))
 
 
+def check_count(max_tokens: int) -> None:
+    """Raise ParamsError unless max_tokens is a whole number of at least 0."""
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+        raise ParamsError(illegal("max_tokens", max_tokens, "must be a whole number of at least 0"))
+
+
 @torch.inference_mode()
 def naive_tokens(
     model: Decoder, prompt: Sequence[int], max_tokens: int, choose: Callable[[Tensor], Tensor] = greedy
 ) -> Iterator[int]:
     """New token ids one by one, without any cache. Ends early only at the model's context."""
     check_prompt(prompt, model.config)
+    check_count(max_tokens)
     tokens = torch.tensor([prompt], device=model.device)  # [1, time]
     for _ in range(min(max_tokens, model.config.max_length + 1 - len(prompt))):
         hidden = model.hidden(tokens)  # [1, time, hidden]

@@ -18,7 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.errors import UnknownModelError, WeightsError
+from minillm.errors import UnknownModelError, WeightsError, illegal
 from minillm.model.shapes import SHAPES
 
 ASSETS = Path(__file__).parent / "assets"
@@ -62,10 +62,14 @@ def resolve(name: str | Path) -> Path:
         if not folder.is_dir():
             raise UnknownModelError(f"model {text!r} is not on this machine yet; run: minillm pull {text}")
         return folder
-    path = Path(text).expanduser()
-    if text and path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = bool(text) and path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError):  # no name of a file: too long, a NUL byte, "~nobody"
+        raise UnknownModelError(f"{illegal('model', text, 'is no name of a model or a file')}; {_near('')}") from None
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         return _model_file(path)
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _hub_folder(text, local=True)

@@ -14,6 +14,7 @@ from minillm.errors import ParamsError, illegal
 # A temperature below this counts as 0, that is greedy (vLLM draws the line at the same place). Above it the
 # value is used as it is: the sampler subtracts the largest logit before it divides, so 1e-4 is as safe as 1.
 GREEDY_BELOW = 1e-5
+MOST_ANSWERS = 16384  # to one prompt; a slip of the finger must not fill the memory with waiting requests
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._integer("max_tokens", 1)
-        self._integer("n", 1)
+        self._integer("n", 1, f"must be a whole number from 1 to {MOST_ANSWERS}", MOST_ANSWERS)
         self._integer("top_k", -1, "must be a whole number; 0 or -1 is off, otherwise at least 1")
         self._number("temperature", 0, 1e4)
         self._number("min_p", 0, 1)

@@ -265,7 +265,7 @@ def main() -> None:
             held_out=held_out,
             show=True,
         )
-    model.eval()
+    model.eval().bfloat16().float()  # as it is shipped: the loss is of the rounded weights
     loss = held_out_loss(model, held_out)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -275,7 +275,7 @@ def main() -> None:
         "held_out": f"nats a token on heldout.txt, windows of {LONG // 2} tokens",
         "torch": torch.__version__,
     }
-    export(model, args.export or corpus.ASSETS / args.model, facts)
+    export(model, args.export or corpus.ASSETS / args.model, facts, torch.bfloat16)
     print(f"{progress.tokens:,} tokens, {progress.seconds / 60:.0f} minutes, held-out loss {loss:.4f}")
 
 

@@ -26,6 +26,7 @@ from minillm.model.families import piece_rows, sources
 from minillm.model.hub import resolve
 from minillm.model.shapes import known_shape
 
+DEVICES = "must be cpu, cuda, cuda:1 ..., or None"
 Plan = dict[str, tuple[str, ...]]  # our parameter -> the checkpoint's tensors, in row order
 
 
@@ -53,10 +54,15 @@ def load_model(
 
 
 def as_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.device(device if device else "cuda" if torch.cuda.is_available() else "cpu")
-    except RuntimeError as error:
-        raise ParamsError(illegal("device", device, "must be a torch device such as cpu or cuda:0")) from error
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, ImportError, AssertionError) as error:
+        raise ParamsError(illegal("device", device, DEVICES)) from error
+    usable = chosen.type in ("cpu", "cuda", "meta") or (chosen.type == "mps" and torch.backends.mps.is_available())
+    if not usable:
+        raise ParamsError(illegal("device", device, DEVICES))
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ParamsError(illegal("device", device, f"this machine has {torch.cuda.device_count()} CUDA devices"))
     return chosen
@@ -138,17 +144,20 @@ def check_tied_head(checkpoint: Checkpoint, embed: str, head: str) -> None:
 
 def check_memory(model: Decoder, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a model that cannot fit the device's memory at all."""
-    needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
-    if needed > total:
+    needed, total = sum(p.numel() for p in model.parameters()) * dtype.itemsize, device_memory(device)
+    if total is not None and needed > total:
         raise WeightsError(
             f"the weights take {needed / 1e9:.1f} GB in {dtype}; {device} has {total / 1e9:.1f} GB in all"
         )
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory the device has in all; None where nothing tells, and for "meta", which stores nothing."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def is_transposed(checkpoint: Checkpoint, parameter: str) -> bool:

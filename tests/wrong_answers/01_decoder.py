@@ -11,7 +11,7 @@ def rope(x, positions, theta):
 TURN = "torch.cat((a * cos - b * sin, a * sin + b * cos), -1)"
 FREQUENCIES = "theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)"
 MASK = "torch.ones(time, length, dtype=torch.bool, device=q.device).triu(length - time + 1)"
-KEEP = "ordered.cumsum(-1) - ordered < top_p[:, None]"
+KEEP = "(above < top_p[:, None])"
 PLACES = "torch.arange(start, start + time)"
 PARAMETERS = "matrices + 2 * 151936 * 4096"
 FLOPS = "2 * (matrices + 151936 * 4096) + 4 * 36 * 32 * 128 * 8192"
@@ -133,10 +133,11 @@ WRONG = {
         "one query only": (("return scores", "future = future[-1:]\n    return scores"), "expected"),
     },
     "01.nucleus": {
-        "crossing dropped": ((KEEP, "ordered.cumsum(-1) <= top_p[:, None]"), "crosses top_p was dropped"),
+        "crossing dropped": ((KEEP, "(ordered.cumsum(-1) <= top_p[:, None])"), "crosses top_p was dropped"),
         "sorted order": (("torch.zeros_like(keep).scatter(-1, order, keep)", "keep"), "carry it back"),
-        "first row's p": ((KEEP, "ordered.cumsum(-1) - ordered < top_p[0]"), "own top_p"),
+        "first row's p": ((KEEP, "(ordered.cumsum(-1) - ordered < top_p[0])"), "own top_p"),
         "ascending": (("descending=True", "descending=False"), "wrong way round"),
+        "1 is not off": ((" | (top_p[:, None] == 1)", ""), "reaches 1 early"),
         "of the logits": (("logits.softmax(-1).sort", "logits.sort"), "softmax"),
         "inverted": ((".scatter(-1, order, keep)", ".scatter(-1, order, keep).logical_not()"), "tokens that stay"),
         "floats": ((".scatter(-1, order, keep)", ".scatter(-1, order, keep).float()"), "bool"),
@@ -145,7 +146,7 @@ WRONG = {
             "    return p >= p.amax(-1, keepdim=True) * (1 - top_p[:, None])",
             "expected",
         ),
-        "one too many": ((KEEP, "ordered.cumsum(-1) - 2 * ordered < top_p[:, None]"), "expected"),
+        "one too many": ((KEEP, "(ordered.cumsum(-1) - 2 * ordered < top_p[:, None])"), "expected"),
         "gather for scatter": (
             ("torch.zeros_like(keep).scatter(-1, order, keep)", "keep.gather(-1, order)"),
             "expected",

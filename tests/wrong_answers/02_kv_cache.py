@@ -75,6 +75,10 @@ WRONG = {
         "preallocated": (GROW + "token_bytes * steps", "preallocated"),
         "the last step": (GROW + "token_bytes * (prompt + steps)", "add up all steps"),
         "a float": (GROW + "token_bytes * (steps * prompt + steps * (steps + 1) / 2)", "float"),
+        "a rounded float": (
+            GROW + "round(token_bytes * (steps * prompt + steps * (steps + 1) / 2))",
+            "too large for a",
+        ),
         "reads too": (GROW + "token_bytes * sum(2 * (prompt + i) - 1 for i in range(1, steps + 1))", "reads"),
         "one step more": (GROW + "token_bytes * sum(prompt + i for i in range(1, steps + 2))", "one step too many"),
         "ignores token_bytes": (GROW + "steps * prompt + steps * (steps + 1) // 2", "expected"),
@@ -145,6 +149,10 @@ WRONG = {
         ),
         "grows by cat": (CONCAT, "do not grow by cat"),
         "first call by reference": (CONCAT.replace("k, v = k.clone(), v.clone()", "pass"), "reference"),
+        "float positions": (
+            ("torch.arange(start, start + shape[-1])", "torch.arange(start, start + shape[-1]).float()"),
+            "integer",
+        ),
         "no ValueError": (
             ("if end > self.keys.shape[3]:", "if False:"),
             "ValueError",
@@ -197,6 +205,17 @@ WRONG = {
             "behind the longest",
         ),
         "lengths not in place": (("    lengths += 1\n", "    lengths = lengths + 1\n"), "in place"),
+        "keys of its own": (
+            ("    keys[slots, :, lengths] = k\n", "    keys = keys.clone()\n    keys[slots, :, lengths] = k\n"),
+            "expected",
+        ),
+        "a copy of the cache": (
+            (
+                "    slots = torch.arange(batch)\n",
+                "    slots = torch.arange(batch)\n    keys, values = keys.clone(), values.clone()\n",
+            ),
+            "keys and values must be changed in place",
+        ),
         "mask over heads": (
             ("unused[:, None, None]", "unused[None, :, None]"),
             "raised",

@@ -59,6 +59,14 @@ WRONG = {
         ),
         "a byte a code": (("-(-columns * bits // 8)", "columns"), "not a whole byte"),
         "true division": (("-(-columns * bits // 8)", "columns * bits / 8"), "expected"),
+        "groups of at most 128": (("-(-columns // group)", "-(-columns // min(group, 128))"), "expected"),
+        "each group in whole bytes": (
+            (
+                "-(-columns * bits // 8)",
+                "sum(-(-min(group, columns - i) * bits // 8) for i in range(0, columns, group))",
+            ),
+            "expected",
+        ),
         "last matrix only": (("total += rows", "total = rows"), "expected"),
         "bits for bytes": (("-(-columns * bits // 8)", "columns * bits"), "expected"),
         "rows and columns swapped": (("for rows, columns in shapes", "for columns, rows in shapes"), "expected"),
@@ -114,6 +122,7 @@ WRONG = {
             "still hold",
         ),
         "batch ignored": (("kv_per_token_layer * batch", "kv_per_token_layer"), "batch is ignored"),
+        "batch of at most 8": (("kv_per_token_layer * batch", "kv_per_token_layer * min(batch, 8)"), "expected"),
         "one layer": (
             "def crossover(weights, kv_per_token_layer, windows, batch=1):\n"
             "    return weights // (kv_per_token_layer * batch) + 1",
@@ -198,6 +207,8 @@ WRONG = {
             ("int(available // (per_token * block_size))", "available // (per_token * block_size)"),
             "integers",
         ),
+        "at least one block": (("max(0, int(", "max(1, int("), "expected"),
+        "activations under the fraction": (("- activations", "- activations * utilisation"), "expected"),
         "one block kept back": (
             (
                 "max(0, int(available // (per_token * block_size)))",

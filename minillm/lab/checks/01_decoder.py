@@ -275,7 +275,7 @@ def _nucleus_hint(text, **slip):
         _nucleus_hint("these are logits: take the softmax before you add", raw=True),
         Hint("True marks the tokens that stay", wrong=lambda logits, top_p: ~_nucleus(logits, top_p)),
         Hint(
-            "every token is kept when top_p is 1",
+            "every token is kept when top_p is 1, even where a float32 sum reaches 1 early",
             when=lambda got, expected, case: (
                 case.args[1].min() == 1 and isinstance(got, torch.Tensor) and not got.bool().all()
             ),
@@ -307,6 +307,8 @@ def nucleus(rng):
     yield Case((even, torch.tensor([0.99])), _nucleus(even, torch.tensor([0.99])))
     flat = rng.tensor(2, 6, scale=0.3)
     yield Case((flat, torch.ones(2)), torch.ones(2, 6, dtype=torch.bool))
+    large = rng.tensor(2, 5000, scale=4.0)  # a float32 sum reaches 1 before the end
+    yield Case((large, torch.ones(2)), torch.ones(2, 5000, dtype=torch.bool))
 
 
 # 5. Estimate it
