@@ -430,7 +430,7 @@ for _ in range(pick(5, 1)):
 print(f"this machine: a step takes {floor * 1e3:.2f} ms + {slope * 1e3:.3f} ms a token")
 for name, table, over in (("throughput", speed, False), ("TTFT P50", first, True)):
     ratio = clock.Timing(tuple(s / c if over else c / s for s, c in zip(table["static"], table["continuous"])))
-    print(f"{name}: continuous is {ratio} x better than static")
+    print(f"{name}: {'static / continuous' if over else 'continuous / static'} {ratio}")
 plots.beside(
     [
         dict(
@@ -459,8 +459,9 @@ plt.show()
 # | 36.9 x FasterTransformer's throughput at the same latency, GPT-3 175B | Yu et al. 2022, Orca (OSDI), abstract |
 # | 23 x throughput, with vLLM, so paging is in it (chapter 05) | Anyscale 2023, post on continuous batching |
 #
-# Ours are the two ratios printed above, for four slots. The bound is simple: waste of `1 - 1/r` becomes a speed-up
-# of at most *r*, so spread in the answer lengths decides.
+# Ours are the two ratios printed above, for four slots. With enough requests waiting and steps of equal time the
+# bound is the prediction of section 2, `slots x (longest answer of each batch, summed) / all answer tokens`: the
+# spread of the answer lengths decides, not the engine.
 #
 # ### Do tokens change with the batch?
 #
@@ -670,13 +671,13 @@ explore(
 # - *The number:* TTFT of a full batch = steps until the first slot is free x step time + own prefill.
 #
 # **"Papers say 23 x or 36.9 x. Will I get that?"**
-# - *20 seconds.* Those are peaks over a weak baseline. The gain is bounded by the baseline's waste: no spread in
+# - *20 seconds.* Those are peaks over a weak baseline. The gain is bounded by what the baseline idles: no spread in
 #   answer lengths, no gain.
 # - *2 minutes.* Derive the bound (section 2), move the slider (section 8), compare with section 6's ratio. Then name
 #   what else is in the quoted figures: more requests in memory, better kernels.
 # - *Follow-up: how would you measure it?* One trace, open-loop arrivals, both policies, same kernels; TTFT and ITL
 #   beside throughput.
-# - *The number:* speed-up <= 1 / (1 - waste).
+# - *The number:* speed-up <= slots x (longest answer of each batch, summed) / all answer tokens.
 #
 # **"Temperature 0, same prompt, another answer. Bug?"**
 # - *20 seconds.* Probably not: another batch size, another order of additions, another rounding; in bf16 a near-tie

@@ -58,8 +58,8 @@ check("04.left_pad", left_pad)
 #
 # **What.** The share of computed tokens that nobody asked for, over a list of requests cut into batches of `size` in
 # order (the last may be smaller).
-# **Why.** It is the whole gain that continuous batching can bring, known before anything is built: a waste of 50 %
-# is a speed-up of at most 2.
+# **Why.** It says what continuous batching can remove, before anything is built. Where time goes with the tokens
+# computed, a waste of 50 % is a speed-up of at most 2.
 #
 # Each batch computes its prefill, padded to its longest prompt, then decode steps for all its rows until its
 # longest answer is done. The prefill gives the first token; the last token of an answer is not run. So a request
