@@ -52,7 +52,19 @@ class Engine:
 
     def __init__(self, kind, num_blocks, block_size):
         self.size, self.index = block_size, KINDS[kind](block_size)
+        if kind == "radix":
+            self.index.evict = lambda evict=self.index.evict: self.evict_oldest_leaf(evict)
         self.pool, self.content = BlockPool(num_blocks, block_size, self.index), {}
+
+    def evict_oldest_leaf(self, evict):
+        """The tree's own choice, compared with the one that a look at all leaves gives."""
+        nodes = self.index.nodes()
+        inner = {node.parent for node in nodes}
+        leaves = [node for i, node in enumerate(nodes) if i not in inner and not node.locked[-1]]
+        block = evict()
+        if leaves:
+            assert block == min(leaves, key=lambda node: node.last_used).blocks[-1]
+        return block
 
     def admit(self, tokens, salt=""):
         """-> (table, matched blocks), or None without room."""
@@ -200,10 +212,14 @@ def test_held_blocks_are_never_evicted_and_the_oldest_goes_first(kind):
 @pytest.mark.parametrize("kind", HONEST)
 def test_a_hit_refreshes(kind):
     engine = Engine(kind, 4, 1)
-    for tokens in ([1, 2], [3, 4], [1, 2]):
-        engine.admit(tokens)[0].free(engine.pool)
-    engine.pool.allocate(2)
-    assert engine.pool.match([1, 2, 0]) and not engine.pool.match([3, 4, 0])
+    pool = engine.pool
+    for tokens in ([1, 2], [3, 4]):
+        engine.admit(tokens)[0].free(pool)
+    hit = pool.match([1, 2, 0])
+    pool.share(hit)
+    pool.free(hit)
+    assert pool.allocate(2) == [3, 2]
+    assert pool.match([1, 2, 0]) == hit and not pool.match([3, 4, 0])
 
 
 @pytest.mark.parametrize("kind", HONEST)

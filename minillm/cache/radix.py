@@ -214,7 +214,6 @@ class RadixIndex:
             below += child.children.values()
             for other in child.blocks:
                 del self._node_of[other]
-            child.blocks = []  # no leaf any more, should the heap still have it
         node.children = {}
         self._drop_tail(node, node.blocks.index(block))
         self._queue(node)
