@@ -87,19 +87,21 @@ def show_tour(steps) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="decode")],
+    name: Annotated[str, typer.Argument(help="decode, throughput, prefix or scheduler")],
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     as_json: JsonOption = False,
 ) -> None:
     """Run a benchmark beside its peers and print its records."""
+    from minillm.engine.bench import BENCHES as engine_benches
     from minillm.measure import records
     from minillm.measure.bench import BENCHES, NotMeasured
 
-    if name not in BENCHES:
-        raise stop(f"NAME={name!r}: must be one of {', '.join(BENCHES)}")
+    benches = {**BENCHES, **engine_benches}
+    if name not in benches:
+        raise stop(f"NAME={name!r}: must be one of {', '.join(benches)}")
     figures = []
     try:
-        for figure in BENCHES[name](repeats=repeats):
+        for figure in benches[name](repeats=repeats):
             figures.append(figure)
             if not as_json:
                 spread = "" if figure.spread is None else f"  [{figure.spread[0]:.3g}, {figure.spread[1]:.3g}]"

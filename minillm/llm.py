@@ -3,140 +3,45 @@
     llm = LLM("tiny")
     outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
 
-Requests are run in static batches of up to `max_num_seqs`: prompts padded at the left to one length, one prefill,
-then one decode step a token; a row that has finished leaves the batch. (Chapter 04 replaces this loop by an engine.)
+It turns prompts into token ids, hands them to the engine, and steps the engine until they are answered. Everything
+that makes it fast is below: continuous batching (chapter 04), paged blocks (05), the scheduler (06), and the prefix
+cache (07), which lives as long as the LLM does, so a second call profits from the first.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 
 import torch
 
-from minillm.cache.contiguous import ContiguousCache
-from minillm.cache.generate import decode, prefill
+from minillm.engine.engine import Engine
+from minillm.engine.options import EngineOptions
+from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
+from minillm.engine.request import RequestGroup
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
 from minillm.model.generate import check_prompt
 from minillm.model.layout import pack_linears
-from minillm.model.sampling import Sampler, SamplingParams, TokenLogprobs
-from minillm.model.stops import StopChecker
+from minillm.model.sampling import SamplingParams
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 
 Prompt = str | Sequence[int]
 
 
-@dataclass
-class RequestMetrics:
-    """Seconds, counted from the call. TPOT: mean time per output token after the first (None with one token)."""
-
-    queue: float
-    ttft: float | None
-    tpot: float | None
-    e2e: float
-    cached_tokens: int = 0
-    accepted_drafts: int = 0
-
-
-@dataclass
-class Completion:
-    """One answer. finish_reason: "stop" (end-of-text token or stop string), "length", or "abort"."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    metrics: RequestMetrics
-    logprobs: list[TokenLogprobs] | None = None
-
-
-@dataclass
-class RequestOutput:
-    """The answers to one prompt: one, or SamplingParams.n of them. The shortcuts read the first."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    completions: list[Completion] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.completions[0].token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.completions[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        return self.completions[0].logprobs
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        return self.completions[0].metrics
-
-
-class _Row:
-    """One answer while it is being generated."""
-
-    def __init__(self, llm: LLM, prompt_ids: list[int], params: SamplingParams, index: int, arrival: float) -> None:
-        self.params, self.prompt_ids = params, prompt_ids
-        self.sampling = llm.sampler.start(params, prompt_ids, index)
-        self.detokenizer, self.stops = llm.tokenizer.stream(), StopChecker(params.stop)
-        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.eos_ids))
-        self.limit = min(params.max_tokens, llm.config.max_length + 1 - len(prompt_ids))
-        self.text, self.logprobs, self.finish_reason = "", [], None
-        self.arrival, self.started, self.first, self.last = arrival, time.perf_counter(), None, arrival
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.sampling.output_ids
-
-    def append(self, token: int, logprobs: TokenLogprobs | None) -> str:
-        """Record a token, decide whether it is the last, and return the text that may be shown now."""
-        self.last = time.perf_counter()
-        self.first = self.first or self.last
-        self.sampling.append(token)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        if token in self.ends:
-            self.finish_reason = "stop"
-            piece = self.stops.feed(self.detokenizer.flush())
-        else:
-            piece = self.stops.feed(self.detokenizer.push(token))
-            if len(self.token_ids) >= self.limit and self.stops.stopped is None:
-                piece += self.stops.feed(self.detokenizer.flush())
-                self.finish_reason = "length"
-        if self.stops.stopped is not None:
-            self.finish_reason = "stop"
-        if self.finish_reason is not None:
-            piece += self.stops.finish()
-        self.text += piece
-        return piece
-
-    def completion(self) -> Completion:
-        tokens = len(self.token_ids)
-        metrics = RequestMetrics(
-            queue=self.started - self.arrival,
-            ttft=self.first - self.arrival if self.first else None,
-            tpot=(self.last - self.first) / (tokens - 1) if tokens > 1 else None,
-            e2e=self.last - self.arrival,
-        )
-        logprobs = self.logprobs if self.params.logprobs is not None else None
-        return Completion(self.text, list(self.token_ids), self.finish_reason, metrics, logprobs)
-
-
 class LLM:
     """model: "tiny", "smollm2-135m", a folder, a .gguf file, a hub id, or "shape:NAME" (random weights).
 
     dtype: "float32", "bfloat16", "float16" or a torch dtype (default: float32 on a CPU, the checkpoint's on a GPU).
-    device: "cpu", "cuda", "cuda:1" ... (default: a GPU if there is one). max_num_seqs: largest batch.
+    device: "cpu", "cuda", "cuda:1" ... (default: a GPU if there is one).
     seed: makes runs repeatable for requests that bring no seed of their own.
+    max_num_seqs: requests that run at once. max_num_batched_tokens: tokens of one step, over all requests.
+    block_size: tokens a KV block. num_blocks: blocks of the pool (default: room for max_num_seqs full contexts, or
+    what memory allows). enable_prefix_caching: "off", "hash" or "radix".
+    enable_chunked_prefill: long prompts are computed in pieces, beside the decodes of others.
+    preemption: what happens to a request whose blocks are needed: "recompute" or "swap" (to host memory).
+    policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
     """
 
     def __init__(
@@ -146,45 +51,96 @@ class LLM:
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         max_num_seqs: int = 32,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        enable_prefix_caching: str = "off",
+        enable_chunked_prefill: bool = True,
+        preemption: str = "recompute",
+        policy: str = "fcfs",
         seed: int | None = None,
     ) -> None:
-        if not isinstance(max_num_seqs, Integral) or isinstance(max_num_seqs, bool) or max_num_seqs < 1:
-            raise ParamsError(illegal("max_num_seqs", max_num_seqs, "must be a whole number of at least 1"))
+        options = EngineOptions(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            preemption=preemption,
+            policy=policy,
+        )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
         self.model = pack_linears(load_model(model, dtype=dtype, device=device))
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
-        self.eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
-        self.max_num_seqs = int(max_num_seqs)
-        self.sampler = Sampler(None if seed is None else int(seed))
+        eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
+        self.engine = Engine(self.model, options, self.tokenizer, eos_ids, None if seed is None else int(seed))
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, unless SamplingParams.ignore_eos says otherwise."""
+        return self.engine.eos_ids
+
+    @eos_ids.setter
+    def eos_ids(self, ids: Sequence[int]) -> None:
+        self.engine.eos_ids = tuple(ids)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. params: one for all, or one a prompt."""
+        """One RequestOutput a prompt, in order. params and priority: one for all, or one a prompt.
+
+        priority: lower is more urgent. cache_salt: cached prefixes are shared only under the same salt.
+        """
         arrival = time.perf_counter()
         prompts = _as_list(prompts)
         per_prompt = self._params_list(params, len(prompts))
+        priorities = self._priorities(priority, len(prompts))
+        if not isinstance(cache_salt, str):
+            raise ParamsError(illegal("cache_salt", cache_salt, "must be a string"))
         ids = [self._encode(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
-        outputs = [RequestOutput(p if isinstance(p, str) else None, t) for p, t in zip(prompts, ids)]
-        waiting = [(i, k) for i, p in enumerate(per_prompt) for k in range(p.n)]
-        for start in range(0, len(waiting), self.max_num_seqs):
-            batch = waiting[start : start + self.max_num_seqs]
-            rows = [_Row(self, ids[i], per_prompt[i], k, arrival) for i, k in batch]
-            for _ in self._run(rows):
-                pass
-            for (i, _), row in zip(batch, rows):
-                outputs[i].completions.append(row.completion())
-        return outputs
+        groups: list[RequestGroup] = []
+        try:
+            for tokens, each, urgency in zip(ids, per_prompt, priorities):
+                groups.append(self.engine.add(tokens, each, priority=urgency, salt=cache_salt, arrival=arrival))
+            while not all(group.finished for group in groups):
+                self.engine.step()
+        finally:  # a refused prompt or an interrupt leaves nothing behind
+            for group in groups:
+                self.engine.abort(group)
+        texts = (prompt if isinstance(prompt, str) else None for prompt in prompts)
+        return [RequestOutput(t, i, self.engine.completions(g)) for t, i, g in zip(texts, ids, groups)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """The text in pieces, as it comes; never half a character, never part of a stop string."""
+        """The text in pieces, as it comes; never half a character, never part of a stop string.
+
+        Streams may be read in any mixture; one that is closed early frees its blocks.
+        """
         params = self._params_list(params, 1)[0]
         if params.n != 1:
             raise ParamsError(illegal("n", params.n, "must be 1 for a stream"))
-        row = _Row(self, self._encode(prompt, "prompt"), params, 0, time.perf_counter())
-        return (piece for pieces in self._run([row]) for piece in pieces if piece)
+        return self._stream(self._encode(prompt, "prompt"), params, time.perf_counter())
+
+    def _stream(self, ids: list[int], params: SamplingParams, arrival: float) -> Iterator[str]:
+        group = self.engine.add(ids, params, arrival=arrival)
+        answer = group.requests[0].answer
+        try:
+            while not group.finished:
+                if not answer.unread:
+                    self.engine.step()
+                if piece := answer.read():
+                    yield piece
+            if piece := answer.read():  # finished while another stream was read
+                yield piece
+        finally:
+            self.engine.abort(group)
 
     def chat(self, messages: Sequence[dict], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, [{"role": "user", "content": "..."}, ...], under the model's own chat template."""
@@ -192,35 +148,6 @@ class LLM:
         output = self.generate([self.tokenizer.encode(text, add_special_tokens=False)], params)[0]
         output.prompt = text
         return output
-
-    def _run(self, rows: list[_Row]) -> Iterator[list[str]]:
-        """Generate until every row has finished; after each step, yield the new text of every row of the batch."""
-        longest = max(len(row.prompt_ids) for row in rows)
-        padding = torch.tensor([longest - len(row.prompt_ids) for row in rows], device=self.model.device)
-        room = longest + max(row.limit for row in rows)
-        model = self.model
-        cache = ContiguousCache(self.config, len(rows), room, model.dtype, model.device, padding)
-        padded = [[0] * (longest - len(row.prompt_ids)) + row.prompt_ids for row in rows]
-        logits = prefill(model, torch.tensor(padded, device=model.device), cache)  # [batch, vocab]
-        while True:
-            result = self.sampler.sample(logits, [row.sampling for row in rows])
-            pieces = [self._take(row, i, result) for i, row in enumerate(rows)]
-            yield pieces
-            alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
-            if not alive:
-                return
-            if len(alive) < len(rows):
-                rows = [rows[i] for i in alive]
-                cache.keep(alive)
-            tokens = torch.tensor([row.token_ids[-1] for row in rows], device=model.device)  # [batch]
-            logits = decode(model, tokens, cache)
-
-    @staticmethod
-    def _take(row: _Row, index: int, result) -> str:
-        if index in result.errors:  # this row has no distribution to draw from; the others go on
-            row.finish_reason = "abort"
-            return ""
-        return row.append(result.token_ids[index], result.logprobs[index])
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -246,6 +173,16 @@ class LLM:
             if not isinstance(entry, SamplingParams):
                 raise ParamsError(illegal("params", entry, "must be a SamplingParams, or one a prompt"))
         return many
+
+    @staticmethod
+    def _priorities(priority, count: int) -> list[int]:
+        many = list(priority) if isinstance(priority, (list, tuple)) else [priority] * count
+        if len(many) != count:
+            raise ParamsError(f"priority has {len(many)} entries for {count} prompts: give one, or one a prompt")
+        for entry in many:
+            if not isinstance(entry, Integral) or isinstance(entry, bool):
+                raise ParamsError(illegal("priority", entry, "must be a whole number; lower is more urgent"))
+        return [int(entry) for entry in many]
 
 
 def _as_list(prompts) -> list[Prompt]:

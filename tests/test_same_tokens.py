@@ -6,8 +6,15 @@ any two axes are covered, by a greedy pairwise cover that is built here.
 Two results of the same sum in another order may differ in the last bits, and a near-tie of the two likeliest tokens
 can then flip. `assert_same` therefore accepts another token only where the naive logits of the two are within 1e-4
 of each other (float32 rounding over these depths is about 1e-5), and says so; from there on the texts may part.
+Nothing is padded to a fixed batch size to avoid it: a batch that computes more to round alike would teach the wrong
+lesson, and float64 everywhere would test another model than the one that runs.
+
+The engine has a table of options of its own, ENGINE: all its runs go through the packed runner and the paged cache,
+and several requests with common beginnings are in flight at once, twice, so that the second time the prefixes are
+cached.
 """
 
+import functools
 import itertools
 import random
 
@@ -16,10 +23,14 @@ import torch
 
 from minillm.cache.contiguous import ConcatCache, ContiguousCache
 from minillm.cache.generate import decode, generate_cached
+from minillm.engine.engine import Engine
+from minillm.engine.options import EngineOptions
+from minillm.engine.policies import Arrival, run_trace
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
 from minillm.model.generate import generate_naive
 from minillm.model.layout import pack_linears
+from minillm.model.sampling import SamplingParams
 
 OPTIONS = {
     "cache": ["contiguous", "concat"],
@@ -29,6 +40,19 @@ OPTIONS = {
     "window": [None, 5],
     "prompt": [1, 2, 17],
     "batch": ["alone", "padded"],
+}
+ENGINE = {
+    "prefix": ["off", "hash", "radix"],
+    "batching": ["one by one", "static", "dynamic", "continuous"],
+    "chunk": ["whole", 3, 7],  # tokens a step at most
+    "first": ["decode", "prefill"],
+    "preemption": ["recompute", "swap", "swap, host full"],
+    "policy": ["fcfs", "priority"],
+    "block": [1, 4, 16],
+    "pool": ["roomy", "tight"],
+    "layout": ["plain", "packed"],
+    "heads": ["mha", "gqa", "mqa"],
+    "window": [None, 5],
 }
 NEW_TOKENS = 12
 
@@ -134,11 +158,84 @@ def test_same_tokens(option):
     assert_same(model_of(option), prompt, emit(model, prompt, option), expected)
 
 
-def test_the_cover_covers_every_pair():
-    cover = pairwise(OPTIONS)
-    for a, b in itertools.combinations(OPTIONS, 2):
+def engine_options(option: dict, longest: int) -> EngineOptions:
+    """tight: the pool holds the longest request and one block more, so requests must make way for each other."""
+    whole = option["chunk"] == "whole"
+    tokens = 64 if whole else option["chunk"]
+    blocks = -(-longest // option["block"])
+    return EngineOptions(
+        max_num_seqs=1 if option["batching"] == "one by one" else min(3, tokens),
+        max_num_batched_tokens=tokens,
+        enable_chunked_prefill=not whole,
+        prefill_first=option["first"] == "prefill",
+        enable_prefix_caching=option["prefix"],
+        preemption=option["preemption"].split(",")[0],
+        num_host_blocks={"swap": blocks * 2, "swap, host full": 1}.get(option["preemption"]),
+        policy=option["policy"],
+        block_size=option["block"],
+        num_blocks=blocks + 1 if option["pool"] == "tight" else 6 * blocks,
+        headroom=0,
+    )
+
+
+def shared_prompts() -> list[list[int]]:
+    """Five prompts of 1 to 23 tokens; two begin alike, one is the beginning of another, one comes twice."""
+    generator = torch.Generator().manual_seed(4)
+    text = torch.randint(1, 211, (40,), generator=generator).tolist()
+    return [text[:16], [*text[:16], *text[30:37]], text[20:21], text[:9], text[:16]]
+
+
+@functools.lru_cache
+def expected_texts(heads: str, window: int | None) -> list[list[int]]:
+    model = model_of({"heads": heads, "window": window})
+    return [generate_naive(model, prompt, NEW_TOKENS) for prompt in shared_prompts()]
+
+
+def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
+    """(the tokens of each prompt, twice; preemptions)."""
+    prompts = shared_prompts()
+    options = engine_options(option, max(map(len, prompts)) + NEW_TOKENS - 1)
+    if option["batching"] in ("static", "dynamic"):
+        trace = [Arrival(0.5 * i, tuple(prompt), NEW_TOKENS) for i, prompt in enumerate(prompts)]
+        runs = [run_trace(model, trace, option["batching"], size=3, window=0.6, cost=lambda _: 0.1) for _ in (0, 1)]
+        return [output for run in runs for output in run.outputs], 0
+    engine = Engine(model, options, eos_ids=())
+    params, groups = SamplingParams(max_tokens=NEW_TOKENS, temperature=0), []
+    for _ in range(2):
+        groups += [engine.add(prompt, params, priority=len(prompt) % 3) for prompt in prompts]
+        while engine.has_work:
+            engine.step()
+    assert engine.pool.free_count == engine.pool.num_blocks
+    done = [engine.completions(group)[0] for group in groups]
+    return [c.token_ids for c in done], sum(c.metrics.preemptions for c in done)
+
+
+@pytest.mark.parametrize("option", pairwise(ENGINE), ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_the_engine_emits_the_same_tokens(option):
+    expected = expected_texts(option["heads"], option["window"])
+    model = model_of(option)
+    got, _ = emit_engine(pack_linears(model) if option["layout"] == "packed" else model, option)
+    for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
+        assert_same(model_of(option), prompt, tokens, wanted)
+
+
+def test_the_tight_pool_preempts():
+    base = {name: values[0] for name, values in ENGINE.items()} | {
+        "batching": "continuous",
+        "pool": "tight",
+        "block": 4,
+    }
+    for preemption in ENGINE["preemption"]:
+        assert emit_engine(model_of(base), base | {"preemption": preemption})[1] > 0
+    assert emit_engine(model_of(base), base | {"pool": "roomy"})[1] == 0
+
+
+@pytest.mark.parametrize("options", [OPTIONS, ENGINE])
+def test_the_cover_covers_every_pair(options):
+    cover = pairwise(options)
+    for a, b in itertools.combinations(options, 2):
         seen = {(c[a], c[b]) for c in cover}
-        assert seen == set(itertools.product(OPTIONS[a], OPTIONS[b]))
+        assert seen == set(itertools.product(options[a], options[b]))
 
 
 def test_a_wrong_token_is_noticed():

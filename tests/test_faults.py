@@ -1,0 +1,226 @@
+"""Faults that other engines had. Each is one test by name, and all of them are about what is left behind."""
+
+import pytest
+import torch
+from test_same_tokens import model_of
+
+from minillm import LLM
+from minillm.engine.engine import Engine
+from minillm.engine.options import EngineOptions
+from minillm.engine.request import State
+from minillm.errors import PromptError
+from minillm.model.generate import generate_naive
+from minillm.model.sampling import SamplingParams
+
+BLOCK, CONTEXT = 4, 64
+PROMPT = [7, 3, 9, 11, 2, 8, 5, 5, 1, 30, 12, 6]  # exactly three blocks
+CACHES = pytest.mark.parametrize("prefix", ["hash", "radix"])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of({"heads": "gqa", "window": None})
+
+
+def greedy(tokens=8, **others):
+    return SamplingParams(max_tokens=tokens, temperature=0, **others)
+
+
+def make(model, prefix="off", **options):
+    defaults = {"block_size": BLOCK, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return Engine(
+        model, EngineOptions(**{**defaults, "enable_prefix_caching": prefix, **options}), eos_ids=(), seed=0
+    )
+
+
+def finish(engine, *groups):
+    """Run to the end; the tokens of each group. Nothing may be left behind."""
+    while engine.has_work:
+        engine.step()
+    tables = [r.table for g in groups for r in g.requests if r.table is not None]
+    engine.pool.check(tables)
+    assert engine.pool.free_count == engine.pool.num_blocks and not engine.groups
+    return [[r.output for r in group.requests] for group in groups]
+
+
+def run(engine, prompt, params):
+    return finish(engine, engine.add(prompt, params))[0][0]
+
+
+def expected(model, prompt, tokens=8):
+    return generate_naive(model, prompt, tokens)
+
+
+@CACHES
+def test_full_prompt_cache_hit_leaves_a_token_to_compute(model, prefix):
+    engine = make(model, prefix)
+    for _ in range(3):
+        group = engine.add(PROMPT, greedy())
+        assert finish(engine, group)[0][0] == expected(model, PROMPT)
+    assert engine.completions(group)[0].metrics.cached_tokens == len(PROMPT) - BLOCK
+
+
+@CACHES
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_request_that_comes_back_with_a_prefix_hit(model, prefix, preemption):
+    engine = make(model, prefix, num_blocks=8, headroom=0, preemption=preemption)
+    groups = [engine.add([*PROMPT, i], greedy(12)) for i in range(3)]
+    outputs = finish(engine, *groups)
+    assert sum(r.preemptions for g in groups for r in g.requests) > 0
+    assert outputs == [[expected(model, [*PROMPT, i], 12)] for i in range(3)]
+
+
+@CACHES
+def test_stale_hash_after_a_block_is_reused(model, prefix):
+    engine = make(model, prefix, num_blocks=6)
+    other = [50 + i for i in range(len(PROMPT))]
+    for prompt in (PROMPT, other, PROMPT, [*PROMPT[:5], 99], other):  # each needs blocks that the last one filled
+        assert run(engine, prompt, greedy()) == expected(model, prompt)
+    assert engine.pool.index.stats.evictions > 0
+
+
+def test_failed_allocation_leaves_counts_as_they_were(model):
+    engine = make(model, num_blocks=5, headroom=0)
+    first, second = engine.add(PROMPT, greedy(8)), engine.add(PROMPT, greedy(8))
+    engine.step()
+    assert second.requests[0].state is State.WAITING and second.requests[0].table is None
+    engine.pool.check([first.requests[0].table])
+    assert finish(engine, first, second) == [[expected(model, PROMPT)]] * 2
+
+
+@CACHES
+def test_abort_in_the_middle_of_a_chunked_prefill_does_not_poison_the_cache(model, prefix):
+    engine = make(model, prefix, max_num_batched_tokens=5)
+    long = PROMPT * 3
+    group = engine.add(long, greedy())
+    for _ in range(3):  # 15 tokens: three blocks and a part
+        engine.step()
+    assert group.requests[0].computed == 15
+    engine.abort(group)
+    assert engine.pool.free_count == engine.pool.num_blocks
+    again = engine.add(long, greedy())
+    assert finish(engine, again)[0][0] == expected(model, long)
+    assert engine.completions(again)[0].metrics.cached_tokens == 12, "what was computed is used, and no more"
+
+
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("prefix", ["off", "radix"])
+def test_n_answers_aborted_half_way_leak_no_block(model, prefix, steps):
+    engine = make(model, prefix, max_num_batched_tokens=6, max_num_seqs=3)
+    group = engine.add(PROMPT, SamplingParams(max_tokens=8, n=4, seed=1))
+    other = engine.add(PROMPT[:6], greedy())
+    for _ in range(steps):
+        engine.step()
+    engine.abort(group)
+    engine.pool.check([r.table for r in other.requests if r.table is not None])
+    assert all(r.answer.finish_reason == "abort" for r in group.requests)
+    assert finish(engine, other)[0][0] == expected(model, PROMPT[:6])
+
+
+@pytest.mark.parametrize("host", [0, 1, 3])
+def test_swap_with_no_room_in_host_memory(model, host):
+    engine = make(model, num_blocks=8, headroom=0, preemption="swap", num_host_blocks=host)
+    prompts = [[*PROMPT, i] for i in range(3)]
+    groups = [engine.add(prompt, greedy(12)) for prompt in prompts]
+    assert finish(engine, *groups) == [[expected(model, prompt, 12)] for prompt in prompts]
+    assert sum(r.preemptions for g in groups for r in g.requests) > 0
+
+
+def test_a_greedy_row_beside_a_sampled_row(model):
+    engine = make(model)
+    groups = [engine.add(PROMPT, params) for params in (greedy(), SamplingParams(max_tokens=8, seed=1), greedy())]
+    first, sampled, last = finish(engine, *groups)
+    assert first[0] == last[0] == expected(model, PROMPT) != sampled[0]
+
+
+def test_a_seed_holds_beside_unseeded_rows(model):
+    seeded, free = SamplingParams(max_tokens=8, seed=5), SamplingParams(max_tokens=8)
+    alone = run(make(model), PROMPT, seeded)
+    engine = make(model)
+    groups = [engine.add(PROMPT, params) for params in (free, seeded, free)]
+    outputs = finish(engine, *groups)
+    assert outputs[1][0] == alone and outputs[0] != outputs[2]
+
+
+@pytest.mark.parametrize("prefix", ["off", "hash", "radix"])
+def test_the_second_generate_call_on_the_same_llm(prefix):
+    llm = LLM("tiny", device="cpu", enable_prefix_caching=prefix, block_size=4)
+    prompts = ["The sea was calm, and the", "Once upon a time"]
+    first, second = llm.generate(prompts, greedy()), llm.generate(prompts, greedy())
+    assert [o.token_ids for o in first] == [o.token_ids for o in second]
+    assert [o.text for o in first] == [o.text for o in second] and not llm.engine.has_work
+    assert (second[0].metrics.cached_tokens > 0) == (prefix != "off") and first[0].metrics.cached_tokens == 0
+    assert 0 <= second[0].metrics.queue <= second[0].metrics.ttft
+
+
+@pytest.mark.parametrize("prefix", ["off", "hash", "radix"])
+@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK, CONTEXT])
+def test_prompt_exactly_as_long_as_a_block_the_context_or_the_pool(model, prefix, length):
+    prompt = [1 + i % 9 for i in range(length)]
+    engine = make(model, prefix, num_blocks=length // BLOCK)  # the pool: one new token fits, whose KV is not needed
+    for _ in range(2):
+        assert run(engine, prompt, greedy(1)) == expected(model, prompt, 1)
+    if length < CONTEXT:
+        with pytest.raises(PromptError, match="could never run"):
+            engine.add(prompt, greedy(2))
+    roomy = make(model, prefix)
+    tokens = min(8, CONTEXT + 1 - length)
+    assert run(roomy, prompt, greedy()) == expected(model, prompt, tokens)
+
+
+@pytest.mark.parametrize("prefix", ["off", "hash", "radix"])
+def test_one_token_prompts(model, prefix):
+    engine = make(model, prefix, block_size=1)
+    groups = [engine.add([token], greedy()) for token in (5, 5, 6)]
+    assert finish(engine, *groups) == [[expected(model, [token])] for token in (5, 5, 6)]
+
+
+def test_a_queue_of_a_thousand_requests(model):
+    engine = make(model, max_num_seqs=32, num_blocks=128)
+    prompts = [[1 + i % 200, 5] for i in range(1000)]
+    groups = [engine.add(prompt, greedy(1 + i % 3)) for i, prompt in enumerate(prompts)]
+    for group in groups[500:520]:
+        engine.abort(group)  # while they wait
+    outputs = finish(engine, *groups)
+    assert all(len(o[0]) == 1 + i % 3 for i, o in enumerate(outputs) if not 500 <= i < 520)
+    assert outputs[500] == [[]] and outputs[999] == [expected(model, prompts[999], 1)]
+
+
+def test_a_stop_string_that_completes_at_the_last_allowed_token():
+    llm = LLM("tiny", device="cpu")
+    plain = llm.generate("Once upon a time", greedy(8, ignore_eos=True))[0]
+    ending = plain.text[-3:]
+    cut = llm.generate("Once upon a time", greedy(8, ignore_eos=True, stop=ending))[0]
+    assert cut.finish_reason == "stop" and cut.text == plain.text[: plain.text.index(ending)]
+    never = llm.generate("Once upon a time", greedy(8, ignore_eos=True, stop=ending + "#"))[0]
+    assert never.finish_reason == "length" and never.text == plain.text, "what was held back for it is released"
+
+
+def test_end_of_text_in_the_prompt_ends_nothing(model):
+    answer = expected(model, PROMPT)
+    engine = make(model)
+    engine.eos_ids = (PROMPT[4],)
+    assert PROMPT[4] not in answer, "choose another token"
+    assert run(engine, PROMPT, greedy()) == answer
+    engine.eos_ids = (answer[2],)
+    assert run(engine, [*PROMPT], greedy()) == answer[: answer.index(answer[2]) + 1]
+
+
+def test_one_bad_row_harms_nobody(model):
+    engine = make(model)
+    plain = model.logits
+
+    def spoiled(hidden):
+        logits = plain(hidden)
+        logits[1] = torch.nan
+        return logits
+
+    groups = [engine.add(PROMPT, greedy()) for _ in range(3)]
+    engine.runner.model = type(
+        "Spoiled", (), {"hidden": model.hidden, "logits": staticmethod(spoiled), "device": model.device}
+    )
+    engine.step()
+    engine.runner.model = model
+    outputs = finish(engine, *groups)
+    assert outputs == [[expected(model, PROMPT)], [[]], [expected(model, PROMPT)]]
+    assert groups[1].requests[0].answer.finish_reason == "abort"

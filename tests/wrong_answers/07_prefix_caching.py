@@ -1,0 +1,296 @@
+"""Plausible wrong answers to exercise 07, each with text that its message must contain."""
+
+KEYS = "def block_keys(tokens, block_size, salt=''):\n"
+LOOP = "for start in range(0, len(tokens) - block_size + 1, block_size):"
+CHUNK = '",".join(map(str, tokens[start : start + block_size]))'
+HASH = "sha256(key + chunk.encode()).digest()"
+
+PREFIX = "if prefix != tuple(tokens[:end]):\n            break"
+
+EVICTOR = """
+class Evictor:
+    counts, unheld = {}, OrderedDict()
+
+    def hold(self, blocks):
+        for block in blocks:
+            self.counts[block] = self.counts.get(block, 0) + 1
+            self.unheld.pop(block, None)
+
+    def let_go(self, blocks):
+        for block in reversed(blocks):
+            self.counts[block] -= 1
+            if self.counts[block] == 0:
+                self.unheld[block] = None
+
+    def evict(self):
+        return self.unheld.popitem(last=False)[0] if self.unheld else None
+"""
+
+SPLIT = "below = {stretch[same]: [stretch[same:], below]}"
+HOLD = """    for block in hit:
+        counts[block] += 1
+        if block in free:
+            free.remove(block)
+"""
+TAKE = "    fresh = [free.pop(0) for _ in keys[len(hit) :]]\n    for block in fresh:"
+FORGET = "        if block in key_of:\n            del block_of[key_of.pop(block)]"
+
+FIGURES = {
+    "prompt_tokens": "19500",
+    "hit_rate": "19000 / 19500",
+    "ttft_ratio": "25 / 305",
+    "working_set": "401000",
+}
+
+
+def figures(**changed: str) -> str:
+    body = ", ".join(f"{key!r}: {value}" for key, value in {**FIGURES, **changed}.items())
+    return f"def chat_figures():\n    return {{{body}}}"
+
+
+WRONG = {
+    "07.block_keys": {
+        "no parent": ((HASH, "sha256(salt.encode() + b'|' + chunk.encode()).digest()"), "the key before"),
+        "partial block": ((LOOP, "for start in range(0, len(tokens), block_size):"), "partial last block"),
+        "no salt": (("sha256(salt.encode()).digest()", "b''"), "salt"),
+        "no separator": ((CHUNK, "''.join(map(str, tokens[start : start + block_size]))"), "separator"),
+        "sorted": ((CHUNK, "','.join(map(str, sorted(tokens[start : start + block_size])))"), "order"),
+        "sum": ((CHUNK, "str(sum(tokens[start : start + block_size]))"), "sum"),
+        "one byte": ((CHUNK, "','.join(str(t % 256) for t in tokens[start : start + block_size])"), "one byte"),
+        "two bytes": ((CHUNK, "','.join(str(t % 65536) for t in tokens[start : start + block_size])"), "two bytes"),
+        "bytes()": ((f"chunk = {CHUNK}", "chunk = str(bytes(tokens[start : start + block_size]))"), "raised"),
+        "the last token": ((CHUNK, "str(tokens[start + block_size - 1])"), "only the last token"),
+        "the prefix itself": (
+            KEYS + "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [repr((salt, tokens[:end])) for end in ends]",
+            "running key",
+        ),
+        "tuples": (
+            KEYS + "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [(salt, tuple(tokens[:end])) for end in ends]",
+            "must be bytes, str or int",
+        ),
+        "one key": (KEYS + "    return sha256(repr((salt, tokens)).encode()).digest()", "list of keys"),
+        "parent of the prompt's start": (
+            KEYS + "    first = repr((salt, tokens[:block_size]))\n"
+            "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [sha256((first + repr(tokens[end - block_size : end])).encode()).digest() for end in ends]",
+            "expected",
+        ),
+        "random": (
+            KEYS + "    import os\n    return [os.urandom(8) for _ in range(len(tokens) // block_size)]",
+            "expected",
+        ),
+        "short digest": ((HASH, "sha256(key + chunk.encode()).digest()[:1]"), "expected"),
+    },
+    "07.longest_prefix": {
+        "the last token served": (
+            ("range(block_size, len(tokens), block_size)", "range(block_size, len(tokens) + 1, block_size)"),
+            "no logits",
+        ),
+        "not compared": ((PREFIX, "if block is None:\n            break"), "tokens decide"),
+        "the last block compared": (
+            (
+                PREFIX,
+                "if not prefix or list(prefix[-block_size:]) != tokens[end - block_size : end]:\n            break",
+            ),
+            "not the last block's tokens",
+        ),
+        "lengths compared": (
+            (PREFIX, "if prefix is None or len(prefix) != end:\n            break"),
+            "equal lengths",
+        ),
+        "goes on after a gap": ((PREFIX, "if prefix != tuple(tokens[:end]):\n            continue"), "stop there"),
+        "a whole block left": (
+            (
+                "range(block_size, len(tokens), block_size)",
+                "range(block_size, len(tokens) - block_size + 1, block_size)",
+            ),
+            "one token",
+        ),
+        "two tokens left": (
+            ("range(block_size, len(tokens), block_size)", "range(block_size, len(tokens) - 1, block_size)"),
+            "one token",
+        ),
+        "no parent": (("key_of(key, tuple", "key_of(b'', tuple"), "key before"),
+        "nothing": ("def longest_prefix(tokens, block_size, store, key_of): return []", "expected"),
+        "count": (("return blocks", "return len(blocks)"), "expected"),
+        "only longest": (("blocks.append(block)", "blocks = [block]"), "expected"),
+        "own hash": (
+            (
+                "key_of(key, tuple(tokens[end - block_size : end]))",
+                "sha256(key + repr(tuple(tokens[end - block_size : end])).encode()).digest()",
+            ),
+            "expected",
+        ),
+        "by scanning the store": (
+            "def longest_prefix(tokens, block_size, store, key_of):\n"
+            "    return [b for b, p in store.values() if tuple(tokens[: len(p)]) == p and len(p) < len(tokens)]",
+            "expected",
+        ),
+    },
+    "07.evictor": {
+        "head first": (("in reversed(blocks)", "in blocks"), "from the back"),
+        "count ignored": (
+            (
+                "            if self.counts[block] == 0:\n                self.unheld[block] = None",
+                "            self.unheld[block] = None",
+            ),
+            "still holds",
+        ),
+        "hold leaves it in the queue": (
+            ("            self.unheld.pop(block, None)\n", ""),
+            "take it out of the queue",
+        ),
+        "newest first": (("popitem(last=False)", "popitem()"), "most recently used went first"),
+        "raises when empty": (("        if not self.unheld:\n            return None\n", ""), "not an error"),
+        "-1 when empty": (
+            ("            return None\n        block, _", "            return -1\n        block, _"),
+            "expected",
+        ),
+        "shared by all": (EVICTOR, "expected"),
+        "reverses in place": (
+            ("for block in reversed(blocks):", "blocks.reverse()\n        for block in blocks:"),
+            "in place",
+        ),
+        "counts held blocks as sets": (("self.counts.get(block, 0) + 1", "1"), "raised"),
+        "by number": (
+            (
+                "block, _ = self.unheld.popitem(last=False)",
+                "block = min(self.unheld)\n        del self.unheld[block]",
+            ),
+            "expected",
+        ),
+    },
+    "07.radix_tree": {
+        "whole edges only": (
+            (
+                "            for token in stretch:",
+                "            if tuple(tokens[place : place + len(stretch)]) != stretch:\n"
+                "                return place\n"
+                "            for token in stretch:",
+            ),
+            "inside an edge",
+        ),
+        "all new": (("return len(rest)", "return len(tokens)"), "not stored is new"),
+        "children lost": ((SPLIT, "below = {stretch[same]: [stretch[same:], {}]}"), "children were lost"),
+        "children above": ((SPLIT, "below[stretch[same]] = [stretch[same:], {}]"), "stayed at the upper half"),
+        "upper not shortened": (("node[:] = [stretch[:same], below]", "node[:] = [stretch, below]"), "expected"),
+        "split off by one": (
+            ("node[:] = [stretch[:same], below]", "node[:] = [stretch[: same + 1], below]"),
+            "expected",
+        ),
+        "empty edge": (
+            (
+                "        if rest:\n            children[rest[0]] = [rest, {}]",
+                "        children[rest[0] if rest else None] = [rest, {}]",
+            ),
+            "empty edge",
+        ),
+        "plain trie": (
+            "class RadixTree:\n"
+            "    def __init__(self): self.top = {}\n"
+            "    def match(self, tokens):\n"
+            "        at, n = self.top, 0\n"
+            "        while n < len(tokens) and tokens[n] in at: at, n = at[tokens[n]], n + 1\n"
+            "        return n\n"
+            "    def insert(self, tokens):\n"
+            "        new, at = len(tokens) - self.match(tokens), self.top\n"
+            "        for t in tokens: at = at.setdefault(t, {})\n"
+            "        return new\n"
+            "    def edges(self):\n"
+            "        out, todo = [], [self.top]\n"
+            "        while todo:\n"
+            "            at = todo.pop()\n"
+            "            out += [(t,) for t in at]\n"
+            "            todo += at.values()\n"
+            "        return out",
+            "plain trie",
+        ),
+        "a set of prefixes": (
+            "class RadixTree:\n"
+            "    def __init__(self): self.all = {()}\n"
+            "    def match(self, t): return max(n for n in range(len(t) + 1) if tuple(t[:n]) in self.all)\n"
+            "    def insert(self, t):\n"
+            "        new = len(t) - self.match(t)\n"
+            "        self.all |= {tuple(t[:n]) for n in range(len(t) + 1)}\n"
+            "        return new\n"
+            "    def edges(self): return sorted(self.all - {()})",
+            "each stored token once",
+        ),
+        "shared by all": (
+            (
+                "        self.children = {}  # first token",
+                "        RadixTree.kept = self.children = RadixTree.__dict__.get('kept') or {}  # first token",
+            ),
+            "expected",
+        ),
+    },
+    "07.admit": {
+        "order mended, stale key left": ((FORGET, "        pass"), "old key"),
+        "stale key mended, order left": (
+            "def admit(keys, free, counts, block_of, key_of):\n"
+            "    hit = []\n"
+            "    for key in keys:\n"
+            "        if key not in block_of:\n"
+            "            break\n"
+            "        hit.append(block_of[key])\n"
+            "    fresh = [free.pop(0) for _ in keys[len(hit) :]]\n"
+            "    for block in hit:\n"
+            "        counts[block] += 1\n"
+            "        if block in free:\n"
+            "            free.remove(block)\n"
+            "    for block in fresh:\n"
+            "        if block in key_of:\n"
+            "            del block_of[key_of.pop(block)]\n"
+            "    for block, key in zip(fresh, keys[len(hit) :]):\n"
+            "        counts[block] = 1\n"
+            "        block_of[key], key_of[block] = block, key\n"
+            "    return hit + fresh, len(hit)",
+            "hold those first",
+        ),
+        "not out of free": ((HOLD, "    for block in hit:\n        counts[block] += 1\n"), "must leave `free`"),
+        "no count": ((HOLD, HOLD.replace("+= 1", "= counts[block] or 0")), "one holder more"),
+        "count set to 1": ((HOLD, HOLD.replace("+= 1", "= 1")), "expected"),
+        "index emptied": (
+            (
+                FORGET,
+                FORGET + "\n    for block in [b for b in key_of if counts[b] == 0]:"
+                "\n        del block_of[key_of.pop(block)]",
+            ),
+            "every idle block",
+        ),
+        "block_of left": ((FORGET, "        key_of.pop(block, None)"), "old key"),
+        "never reuses": (("        hit.append(block_of[key])", "        break"), "expected"),
+        "most recent first": (
+            (
+                "free.pop(0) for _ in keys[len(hit) :]]\n    for block in fresh:",
+                "free.pop() for _ in keys[len(hit) :]]\n    for block in fresh:",
+            ),
+            "expected",
+        ),
+        "new lists": (
+            (
+                TAKE,
+                "    n = len(keys) - len(hit)\n    fresh, free = free[:n], free[n:]\n    for block in fresh:",
+            ),
+            "expected",
+        ),
+    },
+    "07.chat_figures": {
+        "questions only": (figures(prompt_tokens="1000 + 10 * 50"), "all that was said"),
+        "the last prompt": (figures(prompt_tokens="2850"), "all ten"),
+        "without answers": (figures(prompt_tokens="sum(1050 + 50 * i for i in range(10))"), "answers become"),
+        "own answer": (figures(prompt_tokens="sum(1200 + 200 * i for i in range(10))"), "own answer"),
+        "first turn missed": (figures(hit_rate="18000 / 19500"), "turn 1 finds it"),
+        "answers not found": (figures(hit_rate="(19000 - 1350) / 19500"), "answers are stored"),
+        "percent": (figures(hit_rate="100 * 19000 / 19500"), "between 0 and 1"),
+        "no floor": (figures(ttft_ratio="50 / 2850"), "20 ms"),
+        "upside down": (figures(ttft_ratio="305 / 25"), "cold / warm"),
+        "not shared": (figures(working_set="200 * 3000"), "counts once"),
+        "last answer missing": (figures(working_set="1000 + 200 * 1850"), "last answer"),
+        "without the system prompt": (figures(working_set="200 * 2000"), "takes room"),
+        "one conversation": (figures(working_set="3000"), "200 conversations"),
+        "text": (figures(hit_rate="'97 %'"), "expected a number"),
+    },
+}
