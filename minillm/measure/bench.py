@@ -49,7 +49,7 @@ def bench_decode(
     for dtype in dtypes:
         ours = load_model(model, dtype=dtype, device=device)
         theirs = as_transformers(ours)
-        tolerance = 1e-3 if dtype == "float32" else 0.1
+        tolerance = 1e-4 if dtype == "float32" else 0.1
         check_same_logits(ours, theirs, tolerance)
         pack_linears(ours)
         for batch in batches:
@@ -135,14 +135,17 @@ def as_transformers(model: Decoder):
 
 @torch.inference_mode()
 def check_same_logits(ours: Decoder, theirs, tolerance: float) -> float:
-    """The largest difference of the logits over 32 tokens, relative to the largest logit; raises above tolerance."""
+    """Root mean square of the difference of the logits of 32 tokens, over that of the logits; raises above tolerance.
+
+    (In bfloat16 both are a few per cent off their own float32 run, each in its own direction.)
+    """
     ids = torch.randint(5, ours.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1)).to(
         ours.device
     )
     expected = theirs(ids).logits.float()
-    error = ((ours(ids).float() - expected).abs().max() / expected.abs().max()).item()
+    error = ((ours(ids).float() - expected).square().mean() / expected.square().mean()).sqrt().item()
     if not error <= tolerance:
-        raise RuntimeError(f"logits differ from transformers' by {error:.2e} of the largest (limit {tolerance})")
+        raise RuntimeError(f"logits differ from transformers' by {error:.2e} of their size (limit {tolerance})")
     return error
 
 
