@@ -6,7 +6,7 @@ Chapter 02 (decode is bound by reading weights, so how they are read decides). B
 - float32: torch's x @ W.T takes one dot product a row of W; oneDNN reads W in blocks that suit the vector registers.
   `PackedLinear` rewrites W once into that order. It calls the operator that torch.compile emits for frozen weights.
 - bfloat16 and float16 on a processor without instructions for them: torch multiplies one row of x at a time. For
-  more than two rows `UpcastLinear` turns a slice of W into float32, multiplies, and goes to the next slice.
+  more than a few rows `UpcastLinear` turns a slice of W into float32, multiplies, and goes to the next slice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minillm.model.decoder import Decoder, replace_linears
 
 SLICE_ELEMENTS = 1 << 20  # weights that are float32 at one time: 4 MB, less than a last-level cache
-FEW_ROWS = 2  # up to here torch's row-at-a-time product reads W fewer times than a conversion would
+FEW_ROWS = 5  # up to here torch's row-at-a-time product takes less time than a conversion would
 
 
 class PackedLinear(nn.Module):
