@@ -8,7 +8,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import torch
 
 from minillm import load_model, load_tokenizer
 from minillm.cache.generate import cached_tokens
@@ -40,5 +39,5 @@ ax.set_xlabel("output token")
 ax.set_ylabel("ms a token")
 ax.set_ylim(bottom=0)
 ax.legend(frameon=False)
-ax.set_title(f"{name}, {str(model.dtype)[6:]}, {device_name()}, {torch.get_num_threads()} threads", fontsize=9)
+ax.set_title(f"{name}, {str(model.dtype)[6:]}, {device_name()}", fontsize=9)
 figure.savefig(Path(__file__).parent / "kv_cache.png", dpi=110, bbox_inches="tight", facecolor="white")
