@@ -41,7 +41,7 @@ class UpcastLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.rows = max(1, SLICE_ELEMENTS // linear.in_features)  # rows of W a slice
+        self.rows = max(64, SLICE_ELEMENTS // linear.in_features // 64 * 64)  # rows of W a slice, in whole tiles
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() <= FEW_ROWS * self.in_features:
