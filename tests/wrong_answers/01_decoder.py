@@ -191,6 +191,14 @@ WRONG = {
         "text": ({"parameters": "8.19e9", "flops": 1, "kv_bytes": 1}, "expected a number"),
     },
     "01.chunked_attention": {
+        "positions wrap in a long prompt": (
+            ("torch.arange(start, start + time)", "torch.arange(start, start + time) % 32"),
+            "expected",
+        ),
+        "positions kept in a byte": (
+            ("torch.arange(start, start + time)", "torch.arange(start, start + time).to(torch.uint8)"),
+            "expected",
+        ),
         "keys only": (
             (
                 "turned_q = rotate(q[piece, None], cos, sin)",

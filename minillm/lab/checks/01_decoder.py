@@ -454,6 +454,7 @@ def chunked_attention(rng: Rng):
         (11, 16, 4, 1e4),
         (7, 4, 1, 100.0),
         (9, 32, 5, 1e4),
+        (300, 8, 64, 1e4),  # long enough that positions kept in a byte, or wrapped at a power of two, show
     ):
         q, k = rng.tensor(length, dim, scale=2.0), rng.tensor(length, dim, scale=2.0)
         v, inverse = rng.tensor(length, dim), theta ** -(torch.arange(0, dim, 2) / dim)
