@@ -29,7 +29,7 @@ AT_IMPORT = {
     "IPython": {"lab"},
     "jupytext": set(),
     "transformers": set(),
-    "triton": set(),
+    "triton": {"kernels"},  # in the modules that define kernels; see test_kernel_modules_are_imported_in_functions
     "typer": {"cli"},
     "rich": {"cli"},
     "pickle": set(),
@@ -89,6 +89,17 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
     for name in imports(path, only_top=True):
         allowed = AT_IMPORT.get(name.split(".")[0])
         assert allowed is None or here in allowed, f"{path.name} imports {name} when it is imported"
+
+
+def test_kernel_modules_are_imported_in_functions():
+    """A module that imports triton at its top is needed by no other module's import: triton exists on Linux alone, and
+    whether it interprets is settled by the time it is first loaded."""
+    dotted = {path: "minillm." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in modules()}
+    tops = {path: imports(path, only_top=True) for path in modules()}
+    kernels = {dotted[path] for path, names in tops.items() if any(n.split(".")[0] == "triton" for n in names)}
+    for path, names in tops.items():
+        if dotted[path] not in kernels:
+            assert not names & kernels, f"{path.name} imports {names & kernels} when it is imported"
 
 
 def test_the_decoder_knows_nothing_of_later_chapters():
