@@ -30,7 +30,8 @@ def tour(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; default: by device")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """The ladder of the course, measured on this machine: one request, one technique more on every rung."""
+    """The ladder of the course, measured on this machine: one technique more on every rung."""
+    from minillm.engine.rungs import climb_many, tour_workloads
     from minillm.measure.ladder import check_tokens, climb
     from minillm.measure.machine import ceilings
     from minillm.model.hub import is_available
@@ -46,12 +47,13 @@ def tour(
         if not as_json:
             show_tour_head(name, decoder, machine, len(prompt), tokens)
         steps = list(climb(decoder, prompt, tokens, machine))
+        steps += climb_many(decoder, tour_workloads(decoder))
     except MinillmError as error:
         raise stop(str(error)) from None
     if as_json:
-        typer.echo(
-            json.dumps({"model": name, "machine": str(machine), "rungs": [s.as_dict() for s in steps]}, indent=2)
-        )
+        about = {"model": name, "dtype": str(decoder.dtype).removeprefix("torch."), "machine": str(machine)}
+        about |= {"device": machine.device, "prompt_tokens": len(prompt), "new_tokens": tokens}
+        typer.echo(json.dumps(about | {"rungs": [s.as_dict() for s in steps]}, indent=2))
     else:
         show_tour(steps)
 
@@ -66,23 +68,34 @@ def show_tour(steps) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for head in ("rung", "chapter", "tokens/s", "gain", "TTFT ms", "TPOT ms", "weights MB", "KV MB", "bandwidth"):
-        table.add_column(head, justify="left" if head == "rung" else "right")
-    for s in steps:
-        table.add_row(
-            s.name,
-            s.chapter,
-            f"{s.tokens_per_second:.1f}",
-            f"{s.speedup:.2f}x",
-            f"{s.ttft * 1e3:.1f}",
-            f"{s.tpot * 1e3:.1f}",
-            f"{s.weight_bytes / 1e6:.1f}",
-            f"{s.kv_bytes / 1e6:.2f}",
-            f"{s.bandwidth_share:.0%}",
-        )
-    Console(width=110).print(table)
-    typer.echo("Same tokens on every rung. bandwidth: bytes a token must move / TPOT / measured read bandwidth.")
+    console, wide = Console(width=118), max(len(s.name) for s in steps)
+    for workload in dict.fromkeys(s.workload for s in steps):
+        table = Table(box=None, pad_edge=False)
+        table.add_column("rung", min_width=wide)
+        for head in ("chapter", "tokens/s", "gain", "TTFT ms", "TPOT ms", "weights MB", "KV MB", "bandwidth"):
+            table.add_column(head, justify="right", min_width=9)
+        for s in (s for s in steps if s.workload == workload):
+            table.add_row(
+                s.name,
+                s.chapter,
+                f"{s.tokens_per_second:.1f}",
+                f"{s.speedup:.2f}x",
+                f"{s.ttft * 1e3:.1f}",
+                f"{s.tpot * 1e3:.1f}",
+                f"{s.weight_bytes / 1e6:.1f}",
+                f"{s.kv_bytes / 1e6:.2f}",
+                "" if s.bandwidth_share is None else f"{s.bandwidth_share:.0%}",
+            )
+        typer.echo(f"\n{workload}")
+        console.print(table)
+    same = min(s.same_tokens for s in steps)
+    told = (
+        "Same tokens on every rung" if same == 1 else f"On every rung at least {same:.0%} of the tokens are the same"
+    )
+    typer.echo(f"\n{told}. gain: tokens/s over the first rung with the same requests; TTFT includes the wait.")
+    typer.echo(
+        "KV: what one request holds, or room set aside. bandwidth: bytes a token must move / TPOT / read bandwidth."
+    )
 
 
 @app.command()

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minillm.cli import app
+from minillm.engine.rungs import MANY, PREFIX
 from minillm.measure.ladder import RUNGS
 
 
@@ -41,20 +42,23 @@ def test_tour_prints_every_rung_as_json():
     assert done.exit_code == 0, done.output
     data = json.loads(done.output)
     assert data["model"] == "tiny"
-    assert [rung["name"] for rung in data["rungs"]] == [rung.name for rung in RUNGS]
+    assert [rung["name"] for rung in data["rungs"]] == [rung.name for rung in (*RUNGS, *MANY, *PREFIX)]
+    assert len({rung["workload"] for rung in data["rungs"]}) == 3
     for rung in data["rungs"]:
         assert rung["ttft"] > 0
         assert rung["tpot"] > 0
         assert rung["weight_bytes"] > 0
-        assert rung["bandwidth_share"] > 0
+        assert rung["same_tokens"] == 1
+    assert all(rung["bandwidth_share"] > 0 for rung in data["rungs"][: len(RUNGS)])
     assert data["rungs"][0]["kv_bytes"] == 0 < data["rungs"][1]["kv_bytes"]
 
 
 def test_tour_draws_a_table():
     done = run("tour", "--model", "tiny", "--tokens", "4")
     assert done.exit_code == 0, done.output
-    for rung in RUNGS:
+    for rung in (*RUNGS, *MANY, *PREFIX):
         assert rung.name.split(":")[0] in done.output
+    assert "16 requests of mixed lengths" in done.output
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduler
 from minillm.measure.bench import NotMeasured, as_transformers, check_same_logits
 from minillm.measure.clock import Timing, seconds
+from minillm.measure.ladder import agreement
 from minillm.measure.records import Figure, figure
 from minillm.model.hub import is_available
 from minillm.model.layout import pack_linears
@@ -174,12 +175,6 @@ def padded(theirs, work: Workload) -> tuple[float, list[list[int]]]:
 
     took = seconds(run)
     return took, [text[:answer] for text, (_, answer) in zip(texts, work)]
-
-
-def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens up to the first difference of each answer."""
-    same = sum(next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a)) for a, b in zip(ours, theirs))
-    return same / sum(map(len, ours))
 
 
 def bench_prefix(model: str = "smollm2-135m", shared: int = 512, own: int = 16, repeats: int = 5) -> Iterator[Figure]:

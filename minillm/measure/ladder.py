@@ -1,7 +1,9 @@
 """The ladder: one request, one model, one technique more on every rung.
 
-Chapter 00, and `minillm tour`. Each rung generates the same greedy tokens (checked before any is shown). A rung
-is a function that yields token ids; a chapter that adds a technique adds a rung to RUNGS.
+Chapter 00, and `minillm tour`. Each rung generates the same greedy tokens (checked before any is shown; in 16 bits
+a near-tie may fall either way, so there the share of equal tokens is reported instead). A rung is a function that
+yields token ids; a chapter that adds a technique adds a rung to RUNGS. What takes many requests to show is in
+`engine.rungs`, above.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+
+import torch
 
 from minillm.cache.generate import cached_tokens
 from minillm.errors import ParamsError, illegal
@@ -47,7 +51,8 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class Step:
-    """What one rung measured. Seconds, bytes. bandwidth_share: bytes a decode step must move / TPOT / ceiling."""
+    """What one rung measured. Seconds, bytes. bandwidth_share: bytes a decode step must move / TPOT / ceiling.
+    speedup: of tokens_per_second, over the workload's first rung. same_tokens: see `agreement`."""
 
     name: str
     chapter: str
@@ -56,8 +61,10 @@ class Step:
     tpot: float
     weight_bytes: int
     kv_bytes: int
-    bandwidth_share: float
+    bandwidth_share: float | None  # None: steps differ too much for one figure
     speedup: float
+    workload: str = "1 request"
+    same_tokens: float = 1.0
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -79,6 +86,18 @@ def check_tokens(model: Decoder, prompt: list[int], count: int) -> None:
         raise ParamsError(illegal("tokens", count, f"must be from 2 to {most}: prompt and answer share the context"))
 
 
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of our tokens that theirs equal, up to the first difference of each answer."""
+    same = sum(next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a)) for a, b in zip(ours, theirs))
+    return same / sum(map(len, ours))
+
+
+def refuse_other_tokens(name: str, same: float, dtype: torch.dtype) -> None:
+    """In float32 only a near-tie may fall the other way, on some machine: that ends one answer, not all of them."""
+    if dtype == torch.float32 and same < 0.9:
+        raise RuntimeError(f"{name!r} changed the tokens: {same:.0%} are equal; speed is not compared")
+
+
 def climb(
     model: Decoder,
     prompt: list[int],
@@ -96,13 +115,13 @@ def climb(
         prepared = rung.prepare(model)
         for _ in rung.generate(prepared, prompt, 2):
             pass
-        best = None
+        best, same = None, 1.0
         for _ in range(repeats):
             ids, times = timed_request(lambda rung=rung, m=prepared: rung.generate(m, prompt, count))
             if reference is None:
                 reference = ids
-            if ids != reference:
-                raise RuntimeError(f"{rung.name!r} changed the tokens; speed is not compared: {ids} != {reference}")
+            same = min(same, agreement([reference], [ids]))
+            refuse_other_tokens(rung.name, same, model.dtype)
             best = times if best is None or times.e2e < best.e2e else best
         rate = len(reference) / best.e2e
         first_rate = first_rate or rate
@@ -122,4 +141,5 @@ def climb(
             kv_bytes=kv,
             bandwidth_share=counts.total_bytes / best.tpot / ceilings.read_bandwidth,
             speedup=rate / first_rate,
+            same_tokens=same,
         )
