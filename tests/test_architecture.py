@@ -13,8 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "minillm"
 LAYERS = [
     {"errors"},
     {"model"},
-    {"cache"},
-    {"kernels", "quant", "speculative", "parallel", "compress", "adapters"},
+    {"kernels"},  # tensors in, tensors out
+    {"quant"},  # replaces linears, by kernels where there are any
+    {"cache"},  # keeps K and V in quant's integers (chapter 14), attends by kernels (chapter 09)
+    {"speculative", "parallel", "compress", "adapters"},
     {"measure"},
     {"engine"},
     {"llm"},
