@@ -1,12 +1,13 @@
 """What all kernels share: where they run, what their launchers refuse, how a configuration is picked.
 
 Chapters 08 to 10. Triton compiles for a GPU. Without one, `TRITON_INTERPRET=1` makes it run the same source in
-Python, one program of the grid after another: right values, no speed. Triton reads that variable while it is imported,
+Python, one program of the grid after another: right values, no speed. Triton reads that variable when it is imported,
 so `choose_interpreter` sets it first; `minillm.kernels` calls it before any kernel module can be loaded.
 
 Two rules of the interpreter that every kernel here follows:
-- bfloat16 arithmetic is silently wrong in it. Kernels take `UPCAST: tl.constexpr` (pass `interpreted()`) and convert
-  to float32 after a load where it is true; the store converts back. On a GPU products run in the input's own dtype.
+- bfloat16 arithmetic is silently wrong in it. Either the launcher hands over `computable(x)`, or the kernel takes
+  `UPCAST: tl.constexpr` (pass `interpreted()`) and converts to float32 after a load; the store converts back. On a
+  GPU products run in the input's own dtype.
 - It has no clock worth tuning by: `autotune` takes the first configuration there.
 """
 
@@ -57,6 +58,12 @@ def require_triton() -> None:
     reason = why_not()
     if reason is not None:
         raise ParamsError(f"Triton kernels cannot run here: {reason}")
+
+
+def computable(x: Tensor) -> Tensor:
+    """x as the kernel's arithmetic is right on it: in the interpreter, bfloat16 and float8 become float32."""
+    narrow = x.dtype == torch.bfloat16 or x.dtype.itemsize == 1
+    return x.float() if narrow and x.is_floating_point() and interpreted() else x
 
 
 def autotune(configs: Sequence, key: Sequence[str]) -> Callable:
