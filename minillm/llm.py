@@ -26,6 +26,7 @@ from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
+from minillm.quant.named import check_name, quantize_by_name
 
 Prompt = str | Sequence[int]
 
@@ -42,6 +43,7 @@ class LLM:
     enable_chunked_prefill: long prompts are computed in pieces, beside the decodes of others.
     preemption: what happens to a request whose blocks are needed: "recompute" or "swap" (to host memory).
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
+    quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         preemption: str = "recompute",
         policy: str = "fcfs",
+        quantization: str | None = None,
         seed: int | None = None,
     ) -> None:
         options = EngineOptions(
@@ -72,7 +75,8 @@ class LLM:
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
-        self.model = pack_linears(load_model(model, dtype=dtype, device=device))
+        check_name(quantization)
+        self.model = pack_linears(quantize_by_name(load_model(model, dtype=dtype, device=device), quantization))
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))

@@ -179,3 +179,42 @@ def test_fake_quantize_is_the_same_arithmetic():
     scheme = Scheme(4, True, "group", 32)
     q = quantize(linear.weight, scheme)
     assert torch.equal(q.dequantize(), fake_quantize(linear.weight, scheme))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2"])
+def test_llm_by_name(name):
+    """Batched, paged and cached, the quantised model says what its own naive loop says.
+
+    INT8 and INT4 round activations to bfloat16 on a CPU, so a near-tie may fall to the other side: there the token
+    must be as good as the best by a hair. INT3 and INT2 compute in float32, and are equal."""
+    from minillm import LLM, SamplingParams
+
+    llm = LLM("tiny", dtype="float32", device="cpu", quantization=name)
+    assert not any(isinstance(m, nn.Linear) for m in llm.model.modules())
+    prompts = [[5, 90, 300, 7], [44, 1000, 3], [8] * 9]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+    slack = 0.1 if name in ("int8", "int4") else 1e-3
+    for prompt, output in zip(prompts, outputs):
+        ids = torch.tensor([[*prompt, *output.token_ids[:-1]]])
+        rows = llm.model(ids)[0, len(prompt) - 1 :]  # without a cache
+        chosen = rows.gather(-1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert ((rows.amax(-1) - chosen) <= slack).all()
+
+
+def test_llm_refuses_before_it_loads():
+    from minillm import LLM
+
+    for wrong in ("int5", 4, True, ["int8"]):
+        with pytest.raises(ParamsError, match="quantization="):
+            LLM("no such model", quantization=wrong)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    """A row's result is the same alone and among others, up to bfloat16's rounding: what batching relies on."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 192)
+    for scheme in (Scheme(8), Scheme(4, True, "group", 32)):
+        module = as_module(rtn("", make(192, 64), scheme))
+        whole = module(x)
+        for rows in (1, 2, 3, 5, 17):
+            close(module(x[:rows]), whole[:rows].double(), 2 * BFLOAT)
