@@ -65,7 +65,7 @@ def test_a_mixed_batch_is_packed_without_padding(model):
     engine.step()
     engine.add(PROMPTS[1], GREEDY)
     batch = engine.scheduler.schedule()
-    tokens, step, rows = pack(batch, torch.device("cpu"))
+    tokens, step, rows = pack(batch, torch.device("cpu"), 99)
     first, second = batch.entries
     assert tokens.tolist() == [first.tokens[3], *PROMPTS[1][:7]]
     assert step.positions.tolist() == [3, *range(7)] and rows.tolist() == [0]

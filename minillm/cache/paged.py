@@ -9,6 +9,7 @@ Bytes: 2 x layers x blocks x block_size x kv_heads x head_dim x bytes per elemen
 Reading is a gather: the slots of a request are collected, then attended. What every layer needs for that (which
 slots, which mask) is worked out once a step. Decodes are attended in batches of similar lengths: padding to the
 longest of all would make the short ones as slow as the longest, one by one would launch a kernel for each.
+Chapter 09 reads without a gather: with attention="triton" the kernels of `paged_kernel` do both, store and attend.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.cache.paged_kernel import KernelReader, choose_attention
 from minillm.errors import ParamsError, illegal
-from minillm.model.attention import LayerInfo, attention, naive_attention
+from minillm.model.attention import LayerInfo, attention, naive_attention, visible
 from minillm.model.config import ModelConfig
 
 BATCH_TOKENS = 2048  # of one gathered batch of decodes on a CPU: more would leave its cache before it is attended
@@ -72,7 +74,11 @@ class Chunk:
 
 
 class PagedCache:
-    """Blocks of slots on the device, and, for preemption by swap, in host memory. `begin` each step, then attend."""
+    """Blocks of slots on the device, and, for preemption by swap, in host memory. `begin` each step, then attend.
+
+    attention: "naive" (the formula), "sdpa" (torch's), "triton" (the kernels of chapter 09), or "auto", by device;
+    the attribute then says which.
+    """
 
     def __init__(
         self,
@@ -82,6 +88,7 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         host_blocks: int = 0,
+        attention: str = "sdpa",
     ) -> None:
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
@@ -90,7 +97,8 @@ class PagedCache:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ParamsError(illegal(name, value, f"must be an integer >= {least}"))
-        self.block_size = block_size
+        self.block_size, self.attention = block_size, choose_attention(attention, torch.device(device), dtype)
+        self._kernels = KernelReader(torch.device(device)) if self.attention == "triton" else None
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
@@ -99,6 +107,10 @@ class PagedCache:
         self.host_k = torch.empty(host, dtype=dtype, pin_memory=pinned)
         self.host_v = torch.empty(host, dtype=dtype, pin_memory=pinned)
         self.step: PagedStep | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -111,6 +123,9 @@ class PagedCache:
     def begin(self, step: PagedStep) -> None:
         """Plan the step. What depends on a layer's window is planned at the first layer that has it."""
         self.step = step
+        if self._kernels is not None:
+            self._kernels.begin(step.query_lengths, step.kv_lengths, step.block_tables, step.slot_mapping)
+            return
         written = step.slot_mapping >= 0
         self._kept = None if bool(written.all()) else written.nonzero().squeeze(-1)  # [written tokens]
         self._targets = step.slot_mapping if self._kept is None else step.slot_mapping[self._kept]
@@ -118,6 +133,8 @@ class PagedCache:
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
+        if self._kernels is not None:
+            return self._kernels.attend(layer, q, k, v, self.k[layer.index], self.v[layer.index])
         keys, values = self.k[layer.index].flatten(0, 1), self.v[layer.index].flatten(0, 1)  # [slots, kv_heads, dim]
         self._write(keys, k)
         self._write(values, v)
@@ -203,7 +220,7 @@ class PagedCache:
             self._gather(x, batch.slots, q.dtype).unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values)
         )
         # k, v: [n, kv_heads, length, dim]
-        if layer.softcap is None:
+        if layer.softcap is None and self.attention == "sdpa":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.bias, scale=layer.scale)
         else:
             out = naive_attention(q, k, v, batch.mask, layer.scale, layer.softcap)
@@ -216,7 +233,11 @@ class PagedCache:
         if chunk.slots is not None:
             k, v = (self._gather(x, chunk.slots, q.dtype) for x in (keys, values))  # [length, kv_heads, dim]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, time or length, dim]
-        out = attention(q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
+        if self.attention == "sdpa":
+            out = attention(q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
+        else:
+            mask = visible(q.shape[2], k.shape[2], layer.window, device=q.device)
+            out = naive_attention(q, k, v, mask, layer.scale, layer.softcap)
         return out.squeeze(0).transpose(0, 1)  # [time, heads, dim]
 
     @staticmethod

@@ -62,7 +62,13 @@ class Engine:
         host = BlockPool(options.num_host_blocks, options.block_size) if options.num_host_blocks else None
         self.scheduler = Scheduler(options, self.pool, host)
         cache = PagedCache(
-            model.config, options.num_blocks, options.block_size, model.dtype, model.device, options.num_host_blocks
+            model.config,
+            options.num_blocks,
+            options.block_size,
+            model.dtype,
+            model.device,
+            options.num_host_blocks,
+            options.attention,
         )
         self.runner = Runner(model, cache)
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished

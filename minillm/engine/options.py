@@ -1,6 +1,6 @@
 """Everything that can be set about the engine, checked before anything is allocated.
 
-Chapters 04 to 07. Names follow vLLM where it has one. `LLM` passes its options here; whoever drives the engine or the
+Chapters 04 to 09. Names follow vLLM where it has one. `LLM` passes its options here; whoever drives the engine or the
 scheduler alone makes one directly.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from minillm.cache.block_pool import blocks_for
+from minillm.cache.paged_kernel import ATTENTION
 from minillm.errors import ParamsError, illegal
 from minillm.model.config import ModelConfig
 
@@ -18,6 +19,7 @@ CHOICES = {
     "preemption": ("recompute", "swap"),
     "policy": ("fcfs", "priority"),
     "victim": ("least_urgent", "fewest_tokens"),
+    "attention": ATTENTION,
 }
 AT_LEAST = {
     "max_num_seqs": 1,
@@ -50,6 +52,7 @@ class EngineOptions:
     headroom: int = 1  # blocks that must stay free for each running request when another one is admitted
     lookahead: int = 1  # waiting requests among which the one with the longest cached prefix goes first
     patience: int = 16  # steps in which the first of the queue may be passed over for that
+    attention: str = "auto"  # "naive", "sdpa", "triton"; "auto": triton on a GPU, sdpa elsewhere
     keep_log: bool = False  # keep a StepLog of every step
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minillm.cache.paged import PagedCache, PagedStep
 from minillm.engine.batch import Batch
+from minillm.kernels.launch import check_ids
 from minillm.model.decoder import Decoder
 
 
@@ -24,7 +25,7 @@ class Runner:
     def run(self, batch: Batch) -> Tensor:
         """Logits [rows, vocab], one row for each request of batch.sampling, in that order."""
         self.copy(batch)
-        tokens, step, rows = pack(batch, self.model.device)
+        tokens, step, rows = pack(batch, self.model.device, self.cache.num_blocks)
         self.cache.begin(step)
         hidden = self.model.hidden(tokens, step.positions, self.cache)  # [tokens, hidden]
         return self.model.logits(hidden[rows])  # [rows, vocab]
@@ -39,13 +40,15 @@ class Runner:
                 (self.cache.swap_out if kind == "swap_out" else self.cache.swap_in)(sources, targets)
 
 
-def pack(batch: Batch, device: torch.device) -> tuple[Tensor, PagedStep, Tensor]:
-    """(token ids [tokens], what attention needs to know, indices [rows] of the tokens to sample from)."""
+def pack(batch: Batch, device: torch.device, num_blocks: int) -> tuple[Tensor, PagedStep, Tensor]:
+    """(token ids [tokens], what attention needs to know, indices [rows] of the tokens to sample from). Block ids are
+    looked at here, while they are lists: a kernel would read whatever memory a wrong one names."""
     tokens, positions, slots, tables, query_lengths, kv_lengths, rows = [], [], [], [], [], [], []
     for request, entry in batch.entries.items():
         tokens += request.tokens[entry.start : entry.end]
         positions += range(entry.start, entry.end)
         slots += request.table.slots(entry.start, entry.count)
+        check_ids("block table", request.table.blocks, num_blocks)
         tables.append(request.table.blocks)
         query_lengths.append(entry.count)
         kv_lengths.append(entry.end)

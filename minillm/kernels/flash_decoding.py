@@ -223,13 +223,13 @@ def program_slots(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def tile_shape(dim: int, dtype: torch.dtype) -> dict:
+def tile_shape(dim: int, dtype: torch.dtype, stages: int = 3) -> dict:
     """Tile and launch settings by rule, not by timing: a decode step must launch at once, in a graph as well. Keys a
-    tile so that two stages of K and V fit in 100 KB of shared memory; products in the input's dtype, save in the
-    interpreter."""
+    tile so that the stages of K and V fit in 99 KB of shared memory, the least of any GPU from Ampere on; products in
+    the input's dtype, save in the interpreter."""
     width = power_of_two(dim)
     keys = max(16, min(64, 64 * 256 // (width * dtype.itemsize)))
     compute = (
         tl.float32 if interpreted() or dtype == torch.float32 else getattr(tl, str(dtype).removeprefix("torch."))
     )
-    return {"D": width, "N": keys, "COMPUTE": compute, "num_warps": 4, "num_stages": 2}
+    return {"D": width, "N": keys, "COMPUTE": compute, "num_warps": 4, "num_stages": stages}

@@ -160,13 +160,14 @@ def paged_attention(
         seen = min(max_length, max_length if window is None else window + rows // group)
         splits = choose_splits(requests * kv_heads * tiles, seen, program_slots(q.device))
     outs, lses = partials(out, lse, splits)
+    # A stage more than with keys in a row: one is spent on the table's entry.
     paged_kernel[requests * kv_heads, tiles, splits](
         q, k, v, block_tables, query_starts, kv_lengths, outs, lses,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], block_tables.stride(0),
         *outs.stride()[:3], *lses.stride()[:2],
         scale, softcap or 0.0, window or 0, kv_heads,
         BLOCK_SIZE=block_size, GROUP=group, DIM=dim, M=rows,
-        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, **tile_shape(dim, q.dtype),
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, **tile_shape(dim, q.dtype, 4),
     )  # fmt: skip
     if splits > 1:
         launch_merge(outs, lses, out, lse)
