@@ -43,6 +43,7 @@ class LLM:
     enable_chunked_prefill: long prompts are computed in pieces, beside the decodes of others.
     preemption: what happens to a request whose blocks are needed: "recompute" or "swap" (to host memory).
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
+    attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
     quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
     """
 
@@ -60,6 +61,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         preemption: str = "recompute",
         policy: str = "fcfs",
+        attention: str = "auto",
         quantization: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class LLM:
             enable_chunked_prefill=enable_chunked_prefill,
             preemption=preemption,
             policy=policy,
+            attention=attention,
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
