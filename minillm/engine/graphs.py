@@ -43,7 +43,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     """Sizes to capture for up to `most` requests: 1, 2, 4, then every 8th, and `most` itself."""
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise ParamsError(illegal("most", most, "must be a whole number of at least 1"))
-    return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
+    return (*(size for size in (1, 2, 4, *range(8, most, 8)) if size < most), most)
 
 
 def padded_size(count: int, sizes: Sequence[int]) -> int | None:
