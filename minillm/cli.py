@@ -100,7 +100,7 @@ def show_tour(steps) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, throughput, prefix or scheduler")],
+    name: Annotated[str, typer.Argument(help="decode, throughput, prefix, scheduler or quantized")],
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     as_json: JsonOption = False,
 ) -> None:
@@ -108,8 +108,9 @@ def bench(
     from minillm.engine.bench import BENCHES as engine_benches
     from minillm.measure import records
     from minillm.measure.bench import BENCHES, NotMeasured
+    from minillm.measure.quantized_bench import BENCHES as quantized_benches
 
-    benches = {**BENCHES, **engine_benches}
+    benches = {**BENCHES, **engine_benches, **quantized_benches}
     if name not in benches:
         raise stop(f"NAME={name!r}: must be one of {', '.join(benches)}")
     figures = []

@@ -1,0 +1,148 @@
+"""Decode with fewer bits: our float32, INT8 and INT4 in alternation, and llama.cpp on blocks of the same width.
+
+`minillm bench quantized`, chapter 11. Values come first: the fast kernels' logits against the same integers unpacked
+into float32. Then bytes against their formula, tokens/s, and the share of the read bandwidth that the weights alone
+account for. The peer is llama.cpp through `xllamacpp` (not a dependency: install it by hand to see it measured); it
+times its own decode loop, and reads Q8_0 and Q4_1 files made from the same weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minillm.cache.contiguous import ContiguousCache
+from minillm.cache.generate import decode, prefill
+from minillm.measure.bench import NotMeasured
+from minillm.measure.clock import Timing, paired
+from minillm.measure.machine import ceilings
+from minillm.measure.records import Figure, figure
+from minillm.model.decoder import Decoder
+from minillm.model.hub import is_available, resolve
+from minillm.model.layout import pack_linears
+from minillm.model.weights import load_model
+from minillm.quant.linear import model_bytes
+from minillm.quant.named import NAMED, quantize_by_name
+
+PEER_FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}
+
+
+def bench_quantized(
+    model: str = "smollm2-135m",
+    schemes: tuple[str, ...] = ("int8", "int4"),
+    prompt: int = 64,
+    tokens: int = 32,
+    repeats: int = 5,
+) -> Iterator[Figure]:
+    """Batch 1. Figures quantized.NAME.rate, .ratio (over our float32), .bytes, .bandwidth_share, .llama_cpp."""
+    if not is_available(model):
+        raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
+    yield from _cpu_or_gpu(model, schemes, prompt, tokens, repeats)
+
+
+def _cpu_or_gpu(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
+    plain = pack_linears(load_model(name))
+    roof = ceilings(plain.device)
+    base = step(plain, prompt, tokens)
+    for scheme in schemes:
+        small = quantize_by_name(load_model(name), scheme)
+        error = logit_error(small, quantize_by_name(load_model(name), scheme, kernel="unpack"))
+        if not error <= 0.05:
+            raise RuntimeError(f"{scheme}: the fast kernels' logits differ from the unpacked ones' by {error:.1%}")
+        held, read = model_bytes(small), weights_read(small)
+        expected = formula_bytes(plain, scheme)
+        if held != expected:
+            raise RuntimeError(f"{scheme}: the model holds {held} bytes, the formula says {expected}")
+        timing = paired(base, step(small, prompt, tokens), repeats, warmup=1)
+        workload = {"prompt": prompt, "tokens": tokens, "batch": 1, "threads": torch.get_num_threads()}
+
+        def row(what, value, unit, spread=None, scheme=scheme, workload=workload):
+            return figure(f"quantized.{scheme}.{what}", value, unit, spread=spread, model=name, workload=workload)
+
+        rate = tokens / timing.b.median
+        yield row("rate", rate, "tokens/s")
+        yield row("float32", tokens / timing.a.median, "tokens/s")
+        yield row("ratio", timing.ratio.median, "x", timing.ratio.quartiles)
+        yield row("bytes", held, "B")
+        yield row("bandwidth_share", read * rate / roof.read_bandwidth, "1")
+        peer = llama_cpp_rate(name, PEER_FORMATS.get(scheme), prompt, tokens, repeats)
+        if peer is not None:
+            yield row("llama_cpp", peer.median, "tokens/s", peer.quartiles)
+            yield row("over_llama_cpp", rate / peer.median, "x")
+
+
+def step(model: Decoder, prompt: int, tokens: int) -> Callable[[], None]:
+    """A function that decodes `tokens` tokens after a prompt that is in the cache already."""
+    ids = torch.randint(5, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
+    cache = ContiguousCache(model.config, 1, prompt + tokens, model.dtype, model.device)
+    first = prefill(model, ids.to(model.device), cache).argmax(-1)  # [1]
+
+    def run() -> None:
+        cache.truncate(prompt)
+        token = first
+        for _ in range(tokens):
+            token = decode(model, token, cache).argmax(-1)
+        token.tolist()
+
+    return run
+
+
+@torch.inference_mode()
+def logit_error(model: Decoder, reference: Decoder) -> float:
+    """Root mean square of the difference, over that of the reference's logits, on 32 tokens."""
+    ids = torch.randint(5, model.config.vocab_size, (1, 32), generator=torch.Generator().manual_seed(1))
+    got, expected = (m(ids.to(m.device)).float() for m in (model, reference))
+    return ((got - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+def weights_read(model: nn.Module) -> int:
+    """Bytes of everything but the embedding, of which one row is read: what each decoded token moves."""
+    return model_bytes(model) - model.embed.weight.nbytes
+
+
+def formula_bytes(plain: Decoder, scheme: str) -> int:
+    """Bytes of a model under a name of `quant.named`, from the shapes: codes, 2 bytes a scale (4 with the offset that
+    the CPU's 4-bit kernel wants), the embedding and the norms as they were."""
+    bits, group = NAMED[scheme]["bits"], NAMED[scheme]["group_size"]
+    width = plain.dtype.itemsize
+    kept = sum(p.numel() for p in plain.parameters() if p.dim() == 1) + plain.embed.weight.numel()
+    total = kept * width
+    for module_name, module in plain.named_modules():
+        if hasattr(module, "in_features"):
+            n, k = module.out_features, module.in_features
+            head = module_name == "head" or group is None
+            pair = 4 if bits == 4 and plain.device.type == "cpu" else 2
+            total += n * k + 2 * n if head else n * k * bits // 8 + pair * n * k // group
+    return total
+
+
+def llama_cpp_rate(model: str, form: str | None, prompt: int, tokens: int, repeats: int) -> Timing | None:
+    """Tokens/s of llama.cpp's own decode loop on a file of that format; None where xllamacpp is not installed."""
+    try:
+        import xllamacpp
+    except ImportError:
+        return None
+    from minillm.quant.gguf_file import requantize
+
+    source = resolve(model)
+    source = source if source.is_file() else next(iter(sorted(source.glob("*.gguf"))), None)
+    if source is None or form is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = requantize(source, Path(folder) / f"{form}.gguf", form)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.n_ctx, params.n_parallel, params.verbosity = prompt + tokens + 8, 1, -1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        server = xllamacpp.Server(params)
+        ids = torch.randint(5, 1000, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        request = {"prompt": ids, "n_predict": tokens, "ignore_eos": True, "temperature": 0, "cache_prompt": True}
+        rates = [server.handle_completions(request)["timings"]["predicted_per_second"] for _ in range(repeats + 1)]
+    return Timing(tuple(rates[1:]))
+
+
+BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"quantized": bench_quantized}
