@@ -147,7 +147,7 @@ class World:
         if self.unchanged_after(swap):
             self.copy(pairs, sequence.home, there)
             sequence.home = there
-            self.count("swap to " + there)
+            self.count("swap to " + there + (", shared" if len(pairs) < len(sequence.table.blocks) else ""))
 
     def abuse(self, sequence):
         """Free more often than held; share a free block: an error that changes nothing."""
@@ -225,6 +225,7 @@ def test_the_invariant_holds_over_many_random_operations(index, block_size):
         world.close()
         seen = {event: seen.get(event, 0) + times for event, times in (world.seen | seen).items()}
     expected = {"no room", "cache miss", "swap to host", "swap to device", "abuse", "no copy"}
+    expected |= {"swap to host, shared", "swap to device, shared"}
     expected |= {"copy"} if block_size > 1 else set()  # of blocks of one token, none is ever half full
     expected |= {"cache hit"} if index != "off" else set()
     assert expected <= seen.keys()
@@ -389,6 +390,63 @@ def test_external_waste():
     arena.free(40)
     assert arena.holes == [(35, 45)]
     assert BlockPool(100, 1).allocate(100)  # blocks: whatever is free serves
+
+
+def forked(count=3, tokens=10):
+    """A prompt of `tokens` tokens and its forks, each with one token of its own, in blocks of 4."""
+    device, host, table = BlockPool(16, 4), BlockPool(16, 4), BlockTable(4)
+    table.append(device, tokens)
+    tables = [table, *(table.fork(device) for _ in range(count - 1))]
+    for each in tables:
+        each.append(device, 1)
+    return device, host, tables
+
+
+def test_forks_that_are_swapped_share_their_blocks_on_the_host_and_again_on_the_device():
+    device, host, tables = forked()
+    assert device.used_count == 5  # two whole blocks, and three last ones
+    assert [len(table.swap(device, host)) for table in tables] == [3, 1, 1]
+    assert (device.used_count, host.used_count) == (0, 5)
+    assert [len(table.swap(host, device)) for table in tables] == [3, 1, 1]
+    assert (device.used_count, host.used_count) == (5, 0)
+    device.check(tables)
+
+
+def test_a_fork_that_comes_back_shares_what_its_sibling_kept_on_the_device():
+    device, host, (first, second, third) = forked()
+    assert len(second.swap(device, host)) == 3
+    first.append(device, 9)  # its last block fills up, and it takes two more
+    kept = list(first.blocks[:2])
+    assert second.swap_needs(host, device) == 1
+    assert len(second.swap(host, device)) == 1 and second.blocks[:2] == kept
+    device.check([first, second, third])
+    host.check([])
+
+
+def test_a_block_that_was_written_since_is_copied_and_not_shared():
+    device, host, table = BlockPool(8, 4), BlockPool(8, 4), BlockTable(4)
+    table.append(device, 6)
+    twin = table.fork(device)
+    twin.swap(device, host)
+    table.truncate(device, 5)
+    table.append(device, 1)  # another token at place 5, in the block that twin's copy was made of
+    ((_, target),) = twin.swap(host, device)
+    assert twin.blocks[0] == table.blocks[0] and twin.blocks[1] == target != table.blocks[1]
+    table.swap(device, host)
+    table.free(host)
+    fresh = BlockTable(4)
+    fresh.append(host, 8)  # the host's blocks serve another: not twins of anything now
+    assert len(twin.swap(device, host)) == 2
+
+
+def test_a_swap_without_room_changes_nothing_even_where_part_is_there_already():
+    device, host, (first, second, _) = forked()
+    first.swap(device, host)
+    host.allocate(13)
+    before = [host.count(block) for block in range(16)]
+    with pytest.raises(NoRoom, match="1 blocks were asked for; 0 of 16 are free"):
+        second.swap(device, host)
+    assert [host.count(block) for block in range(16)] == before and device.count(second.blocks[0]) == 2
 
 
 def test_writing_into_the_middle_copies_every_shared_block_from_there():

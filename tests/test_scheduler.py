@@ -263,6 +263,107 @@ def test_the_urgent_go_first_and_the_patient_are_served_in_the_end():
     assert slow.state is State.WAITING, "without ageing it would starve: the test would prove nothing"
 
 
+def preempted(world):
+    return [name.partition(".")[0] for step in world.scheduler.log for name, _ in step.preempted]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_urgent_request_takes_the_slot_of_the_least_urgent_one(preemption, chunked):
+    world = World(policy="priority", max_num_seqs=3, preemption=preemption, enable_chunked_prefill=chunked)
+    for level in (2, 5, 2):
+        world.add([1] * 3, 9, priority=level)
+    world.step()
+    urgent = world.add([2] * 5, 2, priority=0)
+    batch = world.step()
+    assert batch.admitted == [urgent] and urgent in batch.sampling, "its whole prompt is computed in this very step"
+    assert batch.preempted == [(world.requests[1][0], preemption)]
+    assert len(batch.entries) == 3, "and the others decode beside it"
+    world.run()
+    assert preempted(world) == ["r1"], "whoever made way comes back when there is a slot, and pushes nobody out"
+    assert world.outputs() == [[alone([1] * 3, 9)]] * 3 + [[alone([2] * 5, 2)]]
+
+
+def test_an_urgent_request_takes_as_many_blocks_as_it_needs_and_no_more():
+    world = World(policy="priority", num_blocks=8, block_size=2, headroom=0, max_num_batched_tokens=20)
+    for level in (1, 2, 3, 3):
+        world.add([1] * 3, 2, priority=level)
+    world.step()
+    urgent = world.add([2] * 6, 2, priority=0)
+    batch = world.step()
+    assert batch.admitted == [urgent] and [r.priority for r, _ in batch.preempted] == [3, 3]
+    world.run()
+    assert world.outputs() == [[alone([1] * 3, 2)]] * 4 + [[alone([2] * 6, 2)]]
+
+
+def test_nobody_is_pushed_out_in_vain_or_by_an_equal():
+    world = World(policy="priority", num_blocks=12, block_size=2, headroom=0, max_num_seqs=4)
+    world.add([1] * 8, 6, priority=0)
+    world.add([1] * 3, 6, priority=3)
+    world.step()
+    world.add([2] * 17, 1, priority=0)  # nine blocks: more than are free and r1 could give
+    world.add([2] * 3, 1, priority=3)
+    for _ in range(3):
+        assert not world.step().preempted
+    world.run()
+    assert world.outputs()[2:] == [[alone([2] * 17, 1)], [alone([2] * 3, 1)]]
+    plain = World(policy="fcfs", max_num_seqs=1)
+    plain.add([1] * 3, 9, priority=9)
+    plain.step()
+    plain.add([2] * 3, 1, priority=0)
+    plain.run()
+    assert preempted(plain) == [], 'only policy="priority" looks at priorities'
+
+
+def test_who_waited_long_enough_is_not_pushed_out_any_more():
+    def run(ageing, most):
+        """A slow request of level 4; an urgent one arrives every second step, and takes two."""
+        world = World(policy="priority", ageing=ageing, max_num_seqs=1)
+        slow = world.add([2, 2], 12, priority=4)
+        for step in range(most):
+            if step % 2:
+                world.add([1], 2, priority=0)
+            world.step()
+            if slow.finished:
+                break
+        return world, slow, step
+
+    world, slow, step = run(ageing=10, most=200)
+    times = preempted(world).count("r0")
+    assert slow.finished and slow.output == alone([2, 2], 12) and 1 <= times <= 40 and 40 <= step <= 70
+    never = run(ageing=10**9, most=200)[1]
+    assert not never.finished, "without ageing it would starve: the test would prove nothing"
+
+
+def test_victims_for_an_urgent_request_may_be_chosen_by_what_they_lose():
+    world = World(policy="priority", victim="fewest_tokens", max_num_seqs=3, max_num_batched_tokens=20)
+    for length in (6, 3, 6):
+        world.add([1] * length, 5, priority=1 + (length > 3))
+    world.step()
+    world.add([2] * 2, 1, priority=0)
+    world.run()
+    assert preempted(world) == ["r1"], "r2 is less urgent, and has more to lose"
+
+
+def test_forks_swapped_for_an_urgent_request_keep_sharing_their_prompt():
+    world = World(policy="priority", preemption="swap", max_num_seqs=4, num_blocks=12, headroom=0)
+    world.add([1] * 18, 6, n=3, priority=1)
+    for _ in range(3):
+        world.step()
+    assert world.pool.used_count == 4 + 3
+    world.add([2] * 41, 1, priority=0)
+    world.step()
+    assert world.host.used_count == 4 + 3 and world.scheduler.log[-1].preempted == [
+        (f"r0.{i}", "swap") for i in (2, 1, 0)
+    ]
+    for _ in range(40):
+        if any(r.on_host for r in world.requests[0]) or world.requests[1][0].table.blocks:
+            world.step()
+    assert world.pool.used_count <= 4 + 3 + 3, "and again on the device"
+    world.run()
+    assert world.outputs() == [[alone([1] * 18, 6, i) for i in range(3)], [alone([2] * 41, 1)]]
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_the_least_urgent_is_preempted_and_comes_back_first(preemption):
     world = World(num_blocks=6, block_size=2, headroom=0, preemption=preemption, max_num_batched_tokens=20)

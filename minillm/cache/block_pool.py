@@ -10,7 +10,8 @@ gives a process its pages: fixed-size blocks, handed out as tokens arrive, named
     referenced  count >= 1, and the count is the number of tables that hold it
 
 so free + cached + referenced = all. An operation that fails raises and changes nothing. A block changes its content
-only while exactly one table holds it and the index does not know it. `BlockPool.check` verifies all of this;
+only while exactly one table holds it and the index does not know it. Swapped tables share on the host what they
+shared on the device, and again on the device. `BlockPool.check` verifies all of this;
 tests/test_block_pool.py does so over random operations.
 """
 
@@ -97,6 +98,8 @@ class BlockPool:
         self._free = deque(range(num_blocks))
         self._counts = [0] * num_blocks
         self._cached = 0  # blocks of count 0 that the index holds
+        self._versions = [0] * num_blocks  # how often the block's content was replaced, or added to
+        self._twins: dict[int, tuple[int, int, int]] = {}  # block -> (block of the other pool, both versions then)
 
     @property
     def free_count(self) -> int:
@@ -129,7 +132,25 @@ class BlockPool:
                 self._cached -= 1
             self._counts[block] = 1
             blocks.append(block)
+        self.written(blocks)
         return blocks
+
+    def written(self, blocks: Iterable[int]) -> None:
+        """The content of these changes: no copy of it in another pool is one any more."""
+        for block in blocks:
+            self._versions[block] += 1
+
+    def twin(self, block: int, other: BlockPool) -> int | None:
+        """The block of the other pool that holds the same content, if there is one that can be shared."""
+        twin, version, other_version = self._twins.get(block, (0, -1, -1))
+        if version != self._versions[block] or other_version != other._versions[twin]:
+            return None
+        return twin if other.count(twin) or other.holds(twin) else None
+
+    def pair(self, block: int, other: BlockPool, twin: int) -> None:
+        """The content of `block` is copied to `twin`, or from it."""
+        versions = self._versions[block], other._versions[twin]
+        self._twins[block], other._twins[twin] = (twin, *versions), (block, *reversed(versions))
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more table holds each of these: a fork, or a prefix hit (which revives cached blocks)."""
@@ -227,6 +248,7 @@ class BlockTable:
         new = max(blocks_for(self.length + count, self.block_size) - len(self.blocks), 0)
         got = pool.allocate(new + len(places))
         pairs = self._replace(pool, places, got)
+        pool.written(self.blocks[self.length // self.block_size :] if count else ())
         self.blocks += got[len(pairs) :]
         self.length += count
         return pairs
@@ -236,7 +258,9 @@ class BlockTable:
         copies to make. A step's copies and swaps are made in the order they were decided, before it writes tokens:
         a source may be free by then, and the target of a later copy."""
         places = self._shared(pool, start)
-        return self._replace(pool, places, pool.allocate(len(places)))
+        pairs = self._replace(pool, places, pool.allocate(len(places)))
+        pool.written(self.blocks[start // self.block_size :])
+        return pairs
 
     def fork(self, pool: BlockPool) -> BlockTable:
         """A second table of the same blocks (parallel sampling, beam search). Costs no block until one writes."""
@@ -255,11 +279,24 @@ class BlockTable:
         """Let go of everything. The table is empty and may be used again."""
         self.truncate(pool, 0)
 
+    def swap_needs(self, source: BlockPool, target: BlockPool) -> int:
+        """Blocks of the target that `swap` would take: those to copy to, and cached ones that it would revive."""
+        twins = [source.twin(block, target) for block in self.blocks]
+        return sum(twin is None or not target.count(twin) for twin in twins)
+
     def swap(self, source: BlockPool, target: BlockPool) -> list[tuple[int, int]]:
-        """Move to the other pool (device to host, or back). Returns the (source, target) copies to make."""
-        moved = target.allocate(len(self.blocks))
+        """Move to the other pool (device to host, or back). Returns the (source, target) copies to make. What tables
+        share stays shared: a block that moved with another table, and is there still, is not copied again."""
+        if (needs := self.swap_needs(source, target)) > target.free_count:
+            raise NoRoom(f"{needs} blocks were asked for; {target.free_count} of {target.num_blocks} are free")
+        twins = [source.twin(block, target) for block in self.blocks]
+        target.share([twin for twin in twins if twin is not None])  # an allocation might evict them
+        fresh = iter(target.allocate(twins.count(None)))
+        moved = [next(fresh) if twin is None else twin for twin in twins]
+        pairs = [(block, new) for block, new, twin in zip(self.blocks, moved, twins) if twin is None]
+        for block, new in pairs:
+            source.pair(block, target, new)
         source.free(self.blocks)
-        pairs = list(zip(self.blocks, moved))
         self.blocks = moved
         return pairs
 

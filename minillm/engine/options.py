@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from minillm.cache.block_pool import blocks_for
-from minillm.cache.paged_kernel import ATTENTION
 from minillm.errors import ParamsError, illegal
 from minillm.model.config import ModelConfig
 
@@ -19,7 +18,7 @@ CHOICES = {
     "preemption": ("recompute", "swap"),
     "policy": ("fcfs", "priority"),
     "victim": ("least_urgent", "fewest_tokens"),
-    "attention": ATTENTION,
+    "attention": ("auto", "naive", "sdpa", "triton"),
 }
 AT_LEAST = {
     "max_num_seqs": 1,
@@ -53,6 +52,7 @@ class EngineOptions:
     lookahead: int = 1  # waiting requests among which the one with the longest cached prefix goes first
     patience: int = 16  # steps in which the first of the queue may be passed over for that
     attention: str = "auto"  # "naive", "sdpa", "triton"; "auto": triton on a GPU, sdpa elsewhere
+    cuda_graphs: bool = False  # replay decode steps (chapter 10); where there is no CUDA, says why and runs as before
     keep_log: bool = False  # keep a StepLog of every step
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class EngineOptions:
             if not isinstance(getattr(self, name), str) or getattr(self, name) not in values:
                 legal = "must be " + " or ".join(f'"{value}"' for value in values)
                 raise ParamsError(illegal(name, getattr(self, name), legal))
-        for name in ("enable_chunked_prefill", "prefill_first", "keep_log"):
+        for name in ("enable_chunked_prefill", "prefill_first", "cuda_graphs", "keep_log"):
             if not isinstance(getattr(self, name), bool):
                 raise ParamsError(illegal(name, getattr(self, name), "must be True or False"))
         for name, least in AT_LEAST.items():

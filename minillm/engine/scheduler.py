@@ -12,7 +12,10 @@ least urgent is preempted. Nobody waits for ever:
 - The queue is ordered by (urgency, arrival), and its head is never skipped for want of room. With priorities, a
   request gains one level every `ageing` steps. All who wait gain at the same rate, so their order never changes, and
   `priority * ageing + step of arrival` is a key that a heap can keep.
-- The most urgent running request is never a victim, so every step brings somebody nearer to the end.
+- Who waits takes the place of who runs only with a smaller key and a more urgent level. Few can ever have a smaller
+  key than a given request: none that arrives `priority * ageing` steps after it. And a victim cannot strike back.
+- The most urgent running request is never a victim for want of a block, so every step brings somebody nearer to the
+  end.
 - A request that could not run even alone is refused when it is added.
 
 Pure bookkeeping: no tensor is touched, and torch is not imported. The work of a step grows with the requests that
@@ -29,6 +32,7 @@ from itertools import count
 from minillm.cache.block_pool import BlockPool, BlockTable, NoRoom, blocks_for
 from minillm.engine.batch import Batch, StepLog
 from minillm.engine.options import EngineOptions
+from minillm.engine.preemption import enough, less_urgent, victim
 from minillm.engine.request import Request, State
 from minillm.errors import PromptError
 
@@ -80,6 +84,7 @@ class Scheduler:
         """Choose the tokens of the next forward, and give them room."""
         batch = Batch(self.steps, self.options.max_num_batched_tokens)
         self.steps += 1
+        self._make_way(batch)
         if self.options.prefill_first:
             self._continue(batch, decoding=False)
             self._admit(batch)
@@ -103,7 +108,8 @@ class Scheduler:
                 try:
                     self._make_room(batch, request, tokens)
                 except NoRoom:
-                    self._preempt(batch, self._victim())
+                    assert len(self.running) > 1, "who runs alone has room: it was checked when it was added"
+                    self._preempt(batch, victim(self.running, self.options.victim))
                 else:
                     batch.add(request, tokens)
                     break
@@ -117,28 +123,30 @@ class Scheduler:
             if not self._place(batch, request):
                 heapq.heappush(self._waiting, (request.order, request))
                 return
-            self.num_waiting -= 1
-            request.state, request.queued = State.RUNNING, False
-            insort(self.running, request, key=lambda r: r.order)
-            batch.admitted.append(request)
+            self._start(batch, request)
             batch.add(request, min(request.remaining, batch.budget))
+
+    def _start(self, batch: Batch, request: Request) -> None:
+        """It has its place: it runs."""
+        self.num_waiting -= 1
+        request.state, request.queued = State.RUNNING, False
+        insort(self.running, request, key=lambda r: r.order)
+        batch.admitted.append(request)
 
     def _place(self, batch: Batch, request: Request) -> bool:
         """Give a waiting request blocks for all its tokens: cached ones, its own from the host, or new. False: no."""
         spare = self.options.headroom * len(self.running)  # those who run will soon need blocks, too
         if request.on_host:
-            new = blocks_for(len(request.tokens), self.pool.block_size) - len(request.table.blocks)
-            if len(request.table.blocks) + max(new, 0) + spare > self.pool.free_count:
+            if self._need(request) + spare > self.pool.free_count:
                 return False
-            batch.copies.append(("swap_in", request.table.swap(self.host_pool, self.pool)))
+            if pairs := request.table.swap(self.host_pool, self.pool):
+                batch.copies.append(("swap_in", pairs))
             request.on_host = False
         else:
-            size, index = self.pool.block_size, self.pool.index
-            known = 0 if index is None else index.longest_prefix(request.tokens, request.salt)
-            need = blocks_for(len(request.tokens), size) - known // size
+            size, need = self.pool.block_size, self._need(request)
             if need + spare > self.pool.free_count:
                 return False
-            if not self.options.enable_chunked_prefill and len(request.tokens) - known > batch.budget:
+            if not self.options.enable_chunked_prefill and len(request.tokens) - self._known(request) > batch.budget:
                 return False  # without chunks a prompt is computed in one forward or not yet
             hit = self.pool.match(request.tokens, request.salt)
             self.pool.share(hit)  # before anything is allocated, which might evict them
@@ -151,6 +159,19 @@ class Scheduler:
                 request.cached_tokens = request.computed
         self._make_room(batch, request, request.remaining)
         return True
+
+    def _known(self, request: Request) -> int:
+        """Tokens of its prefix that are cached."""
+        return 0 if self.pool.index is None else self.pool.index.longest_prefix(request.tokens, request.salt)
+
+    def _need(self, request: Request) -> int:
+        """Blocks that a waiting request takes from the free ones; cached ones that it revives come on top."""
+        blocks = blocks_for(len(request.tokens), self.pool.block_size)
+        if not request.on_host:
+            return blocks - self._known(request) // self.pool.block_size
+        held = len(request.table.blocks)
+        moved = request.table.swap_needs(self.host_pool, self.pool)
+        return moved + max(blocks - held, 0) + (moved < held)  # where blocks are shared, the last may need a copy
 
     def _make_room(self, batch: Batch, request: Request, tokens: int) -> None:
         """Blocks for the next tokens, and a copy of a shared last block before it is written. NoRoom: no change."""
@@ -174,6 +195,12 @@ class Scheduler:
                 heapq.heappush(self._waiting, (other.order, other))
         return best
 
+    def _head(self) -> Request | None:
+        """Who waits first; those that were aborted are taken from the heap on the way."""
+        while self._waiting and self._waiting[0][1].finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
     def _pop_waiting(self) -> Request:
         while True:
             _, request = heapq.heappop(self._waiting)
@@ -182,15 +209,34 @@ class Scheduler:
 
     # Preemption.
 
-    def _victim(self) -> Request:
-        """Whom to preempt: the least urgent, or whoever loses the fewest computed tokens; never the most urgent."""
-        if self.options.victim == "fewest_tokens":
-            return min(reversed(self.running[1:]), key=lambda r: r.computed)
-        return self.running[-1]
+    def _make_way(self, batch: Batch) -> None:
+        """The head of the queue takes the place of less urgent requests, if that is what it waits for."""
+        head, options = self._head(), self.options
+        if options.policy != "priority" or head is None:
+            return
+        lesser = less_urgent(self.running, head, options.victim)
+        need, running = self._need(head) if lesser else 0, len(self.running)
+        victims = enough(lesser, running, options.max_num_seqs, need, options.headroom, self.pool)
+        for i, each in enumerate(lesser if victims else ()):
+            if i >= victims and self._take_place(batch, head):
+                return
+            self._preempt(batch, each)
+        if victims:
+            self._take_place(batch, head)
+
+    def _take_place(self, batch: Batch, head: Request) -> bool:
+        """Start the head of the queue now; it gets its tokens with the others who run. False: no room yet."""
+        if not self._place(batch, head):
+            return False
+        popped = self._pop_waiting()
+        assert popped is head, "victims wait behind it"
+        self._start(batch, head)
+        if not self.options.enable_chunked_prefill:
+            batch.add(head, head.remaining)  # whole, or not at all
+        return True
 
     def _preempt(self, batch: Batch, request: Request) -> None:
         """Take a running request's blocks; its place in the queue is where it was."""
-        assert len(self.running) > 1, "a request that runs alone has room: it was checked when it was added"
         batch.drop(request)
         self.running.remove(request)
         request.table.truncate(self.pool, request.computed)
@@ -206,9 +252,11 @@ class Scheduler:
         if self.options.preemption != "swap" or self.host_pool is None or not request.computed:
             return False
         try:
-            batch.copies.append(("swap_out", request.table.swap(self.pool, self.host_pool)))
+            pairs = request.table.swap(self.pool, self.host_pool)
         except NoRoom:
             return False
+        if pairs:
+            batch.copies.append(("swap_out", pairs))
         request.on_host = True
         return True
 
