@@ -14,15 +14,16 @@ from minillm.engine.graphs import (
     DecodeGraphs,
     EagerBackend,
     GraphRunner,
-    StepBuffers,
-    attend_whole_tables,
     batch_sizes,
     graph_bytes,
     padded_size,
-    write,
 )
 from minillm.engine.options import EngineOptions
+from minillm.engine.runner import Runner
+from minillm.engine.static_step import StepBuffers, attend_whole_tables, write
 from minillm.errors import ParamsError
+from minillm.kernels.fused import FusedBlock, fuse
+from minillm.kernels.launch import why_not
 from minillm.model.attention import LayerInfo, attention
 from minillm.model.generate import generate_naive
 from minillm.model.sampling import SamplingParams
@@ -31,8 +32,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [EagerBackend] + ([CudaBackend] if DEVICE == "cuda" else [])
 
 
-def engine_with_graphs(model, sizes=(1, 2, 4), backend=EagerBackend, **options) -> Engine:
-    engine = Engine(model, EngineOptions(num_blocks=64, block_size=4, max_num_seqs=6, **options), eos_ids=())
+def engine_with_graphs(model, sizes=(1, 2, 4), backend=EagerBackend, attention="sdpa") -> Engine:
+    options = EngineOptions(num_blocks=64, block_size=4, max_num_seqs=6, attention=attention)
+    engine = Engine(model, options, eos_ids=())
     engine.runner = GraphRunner(model, engine.runner.cache, sizes, backend())
     assert engine.runner.why_eager is None
     return engine
@@ -72,6 +74,19 @@ def test_replayed_steps_emit_the_same_tokens(backend, heads, window):
         for prompt, n, answer in zip(prompts, tokens, got):
             assert_same(model, prompt, answer, generate_naive(model, prompt, n))
     assert engine.runner.replayed >= 2 * 8, "most steps are pure decodes of at most four requests"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replayed_steps_through_fused_kernels_emit_the_same_tokens(backend):
+    plain = model_of({"heads": "gqa", "window": 5}).to(DEVICE)
+    model = fuse(model_of({"heads": "gqa", "window": 5}).to(DEVICE))
+    engine = engine_with_graphs(model, sizes=(2,), backend=backend, attention="triton")
+    assert isinstance(model.layers[0], FusedBlock) and engine.runner.cache.attention == "triton"
+    prompts, tokens = [[7, 8, 9], list(range(20, 29))], [3, 5]
+    for prompt, n, answer in zip(prompts, tokens, run(engine, prompts, tokens)):
+        assert_same(plain, prompt, answer, generate_naive(plain, prompt, n))
+    assert engine.runner.replayed == 4
 
 
 def test_prefill_and_large_batches_run_without_a_graph():
@@ -159,6 +174,17 @@ def test_without_cuda_the_reason_is_one_line():
     model = model_of({"heads": "gqa", "window": None})
     runner = GraphRunner(model, PagedCache(model.config, 4, 4), (1, 2))
     assert runner.graphs is None and "cpu" in runner.why_eager and "\n" not in runner.why_eager
+
+
+def test_the_engine_makes_graphs_where_it_is_asked_to():
+    model = model_of({"heads": "gqa", "window": None}).to(DEVICE)
+    plain = Engine(model, EngineOptions(num_blocks=16, block_size=4), eos_ids=())
+    assert type(plain.runner) is Runner
+    asked = Engine(model, EngineOptions(num_blocks=16, block_size=4, max_num_seqs=4, cuda_graphs=True), eos_ids=())
+    assert isinstance(asked.runner, GraphRunner) and (asked.runner.graphs is None) == (DEVICE == "cpu")
+    assert_same(model, [5, 6], run(asked, [[5, 6]], [6])[0], generate_naive(model, [5, 6], 6))
+    with pytest.raises(ParamsError, match="cuda_graphs"):
+        EngineOptions(cuda_graphs=1)
 
 
 def test_a_failed_capture_falls_back_and_says_why():

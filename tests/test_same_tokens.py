@@ -24,6 +24,7 @@ import torch
 from minillm.cache.contiguous import ConcatCache, ContiguousCache
 from minillm.cache.generate import decode, generate_cached
 from minillm.engine.engine import Engine
+from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
 from minillm.model.config import ModelConfig
@@ -53,6 +54,7 @@ ENGINE = {
     "layout": ["plain", "packed"],
     "heads": ["mha", "gqa", "mqa"],
     "window": [None, 5],
+    "graph": ["off", "replay"],
 }
 NEW_TOKENS = 12
 
@@ -200,6 +202,9 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
         runs = [run_trace(model, trace, option["batching"], size=3, window=0.6, cost=lambda _: 0.1) for _ in (0, 1)]
         return [output for run in runs for output in run.outputs], 0
     engine = Engine(model, options, eos_ids=())
+    if option["graph"] == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
+        engine.runner = GraphRunner(model, engine.runner.cache, (1, 2, 4), EagerBackend())
+        assert engine.runner.why_eager is None
     params, groups = SamplingParams(max_tokens=NEW_TOKENS, temperature=0), []
     for _ in range(2):
         groups += [engine.add(prompt, params, priority=len(prompt) % 3) for prompt in prompts]

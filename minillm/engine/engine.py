@@ -18,11 +18,11 @@ from minillm.cache.block_pool import BlockPool, PrefixIndex
 from minillm.cache.paged import PagedCache, cache_bytes
 from minillm.cache.prefix_hash import HashIndex
 from minillm.cache.radix import RadixIndex
+from minillm.engine.graphs import make_runner
 from minillm.engine.memory import kv_budget
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Answer, Completion
 from minillm.engine.request import Request, RequestGroup
-from minillm.engine.runner import Runner
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import ParamsError
 from minillm.model.decoder import Decoder
@@ -70,7 +70,7 @@ class Engine:
             options.num_host_blocks,
             options.attention,
         )
-        self.runner = Runner(model, cache)
+        self.runner = make_runner(model, cache, options)
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished
         self._names = count()
 

@@ -20,19 +20,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.cache.block_pool import blocks_for
 from minillm.cache.paged import PagedCache
 from minillm.engine.batch import Batch
+from minillm.engine.options import EngineOptions
 from minillm.engine.runner import Runner
+from minillm.engine.static_step import KernelStaticCache, StaticCache, StepBuffers
 from minillm.errors import ParamsError, illegal
-from minillm.model.attention import LayerInfo, naive_attention
+from minillm.kernels.launch import check_ids
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
 
@@ -96,123 +96,26 @@ class EagerBackend:
         return function
 
 
-class StepBuffers:
-    """The fixed addresses that every graph reads: one row a request, filled from the host by one copy.
-
-    token, position, slot (-1: padding), length (0: padding), then the block table. int64 throughout.
-    """
-
-    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
-        self.host = torch.zeros(rows, 4 + max_blocks, dtype=torch.long, pin_memory=device.type == "cuda")
-        self.device = torch.zeros(rows, 4 + max_blocks, dtype=torch.long, device=device)
-
-    def fill(self, requests: Sequence[tuple[int, int, int, Sequence[int]]], size: int) -> None:
-        """requests: (token, position, slot, block table); rows up to `size` become padding."""
-        rows = self.host.numpy()
-        for i, (token, position, slot, table) in enumerate(requests):
-            rows[i, :4] = token, position, slot, position + 1
-            rows[i, 4 : 4 + len(table)] = table
-        rows[len(requests) : size] = 0
-        rows[len(requests) : size, 2] = -1
-        self.device[:size].copy_(self.host[:size])  # INTO the buffer: the graph knows this address and no other
-
-    def views(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """tokens, positions, slots, lengths, each [size], and tables [size, max_blocks]."""
-        rows = self.device[:size]
-        return rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:]
-
-
-Attend = Callable[[LayerInfo, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass
-class StaticCache:
-    """The cache as a captured step sees it: where to write and how far to read are tensors, not Python numbers."""
-
-    cache: PagedCache
-    token_positions: Tensor  # [n]
-    slots: Tensor  # [n]
-    lengths: Tensor  # [n], this step's token included
-    tables: Tensor  # [n, max_blocks]
-    attend_paged: Attend
-
-    def positions(self, shape: torch.Size) -> Tensor:
-        return self.token_positions.view(shape)
-
-    def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.cache.k[layer.index], self.cache.v[layer.index]  # [blocks, block_size, kv_heads, dim]
-        write(keys, k, self.slots)
-        write(values, v, self.slots)
-        return self.attend_paged(layer, q, keys, values, self.tables, self.lengths)
-
-
-def write(stored: Tensor, new: Tensor, slots: Tensor) -> None:
-    """new [n, kv_heads, dim] into its slots; -1 writes nothing. The shape may not depend on how many those are, so a
-    padding row writes once more what a real row writes: the first one's value, to the first one's slot.
-
-    With no real row at all, slot 0 is written with what it holds."""
-    flat = stored.flatten(0, 1)  # [slots, kv_heads, dim]
-    real = slots >= 0  # [n]
-    first = real.to(torch.uint8).argmax()  # 0-dim: no value leaves the device
-    target = torch.where(real, slots, slots[first].clamp(min=0))  # [n]
-    source = new.to(flat.dtype)
-    source = torch.where(real[:, None, None], source, source[first])  # [n, kv_heads, dim]
-    source = torch.where(real.any(), source, flat[:1])
-    flat.index_copy_(0, target, source)
-
-
-def attend_whole_tables(
-    layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor
-) -> Tensor:
-    """Fixed shapes in plain torch: gather every table to its full width and mask. q [n, heads, dim] -> the same.
-
-    It reads max_blocks blocks a row however short the text: the price of a shape that may not change. The Triton
-    kernel of chapter 09 has a fixed grid and reads what is there.
-    """
-    block_size = keys.shape[1]
-    place = torch.arange(tables.shape[1] * block_size, device=q.device)  # [room]
-    seen = place < lengths[:, None]  # [n, room]
-    if layer.window is not None:
-        seen = seen & (place >= lengths[:, None] - layer.window)
-    own = torch.minimum(place, (lengths[:, None] - 1).clamp(min=0))  # past the end: the last token, so never a
-    blocks = tables.gather(1, own // block_size)  # stranger's, whose NaN would pass through a mask [n, room]
-    slots = blocks * block_size + own % block_size
-    k, v = (x.flatten(0, 1)[slots].to(q.dtype).transpose(1, 2) for x in (keys, values))  # [n, kv_heads, room, dim]
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [n, kv_heads, group, dim]
-    mask = (seen | (lengths == 0)[:, None])[:, None, None]  # [n, 1, 1, room]
-    if layer.softcap is None:
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale)
-    else:
-        out = naive_attention(grouped, k, v, mask, layer.scale, layer.softcap)
-    return torch.where((lengths > 0)[:, None, None], out.flatten(1, 2), 0.0)  # [n, heads, dim]
-
-
 class DecodeGraphs:
     """One captured decode step per batch size. `run` is the only way in."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        cache: PagedCache,
-        sizes: Sequence[int],
-        backend: Backend,
-        attend: Attend = attend_whole_tables,
-    ) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, sizes: Sequence[int], backend: Backend) -> None:
         config, device = model.config, model.device
         if not sizes or any(not isinstance(s, int) or s < 1 for s in sizes):
             raise ParamsError(illegal("sizes", tuple(sizes), "must be whole numbers of at least 1"))
-        self.sizes = tuple(sorted(set(sizes)))
+        self.sizes, self.num_blocks = tuple(sorted(set(sizes))), cache.num_blocks
         self.max_blocks = blocks_for(config.max_length, cache.block_size)
         self.buffers = StepBuffers(self.sizes[-1], self.max_blocks, device)
         self.output = torch.zeros(self.sizes[-1], config.vocab_size, dtype=model.dtype, device=device)
         self.replays: dict[int, Callable[[], object]] = {}
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            self.replays[size] = self._capture(model, cache, size, backend, attend)
+            self.replays[size] = self._capture(model, cache, size, backend)
 
     @torch.inference_mode()
-    def _capture(self, model: Decoder, cache: PagedCache, size: int, backend: Backend, attend: Attend) -> Callable:
+    def _capture(self, model: Decoder, cache: PagedCache, size: int, backend: Backend) -> Callable:
         tokens, positions, slots, lengths, tables = self.buffers.views(size)
-        view, output = StaticCache(cache, positions, slots, lengths, tables, attend), self.output[:size]
+        kind = KernelStaticCache if cache.attention == "triton" else StaticCache
+        view, output = kind(cache, positions, slots, lengths, tables), self.output[:size]
 
         def step() -> None:
             output.copy_(model(tokens, positions, view))
@@ -242,6 +145,8 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """Logits [requests, vocab], in the order of the batch."""
+        for request in batch.entries:
+            check_ids("block table", request.table.blocks, self.num_blocks)
         rows = [
             (request.tokens[e.start], e.start, request.table.slots(e.start, 1)[0], request.table.blocks)
             for request, e in batch.entries.items()
@@ -252,6 +157,13 @@ class DecodeGraphs:
         return self.output[: len(rows)].clone()  # the next replay writes over `output`
 
 
+def make_runner(model: Decoder, cache: PagedCache, options: EngineOptions) -> Runner:
+    """The runner an engine asks for: with graphs for every batch it may form, or without."""
+    return (
+        GraphRunner(model, cache, batch_sizes(options.max_num_seqs)) if options.cuda_graphs else Runner(model, cache)
+    )
+
+
 class GraphRunner(Runner):
     """A runner whose pure decode steps are replayed; every other step runs as before.
 
@@ -259,18 +171,13 @@ class GraphRunner(Runner):
     """
 
     def __init__(
-        self,
-        model: Decoder,
-        cache: PagedCache,
-        sizes: Sequence[int],
-        backend: Backend | None = None,
-        attend: Attend = attend_whole_tables,
+        self, model: Decoder, cache: PagedCache, sizes: Sequence[int], backend: Backend | None = None
     ) -> None:
         super().__init__(model, cache)
         self.graphs, self.why_eager, self.replayed = None, no_graphs(model) if backend is None else None, 0
         if self.why_eager is None:
             try:
-                self.graphs = DecodeGraphs(model, cache, sizes, backend or CudaBackend(), attend)
+                self.graphs = DecodeGraphs(model, cache, sizes, backend or CudaBackend())
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 self.why_eager = f"capture failed: {str(error).splitlines()[0]}"
         if self.why_eager is not None:
