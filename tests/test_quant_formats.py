@@ -129,14 +129,13 @@ def test_ungrid_keeps_the_function_and_breaks_the_grid():
     after = model(tokens)
     assert (after - before).abs().max() <= 2e-5 * before.abs().max()
     for block in model.layers:
-        assert (block.attn_norm.weight == 1).all() and (block.mlp_norm.weight == 1).all()
-        for linear in (block.attn.out, block.mlp.down):
+        for linear in (block.attn.qkv, block.attn.out, block.mlp.gate_up, block.mlp.down):
             assert distinct_in_groups(linear.weight) > 24
     assert stuck < 0.01 * honest  # what looked lossless ...
-    assert error_of_rounding(model, free) > 0.5 * honest  # ... costs about what it costs on real weights again
+    assert 0.7 * honest < error_of_rounding(model, free) < 1.3 * honest  # ... costs what it costs on real weights
 
 
-def test_ungrid_folds_an_untied_head():
+def test_ungrid_rescales_an_untied_head():
     from minillm.model.config import ModelConfig
     from minillm.model.decoder import Decoder, init_weights
     from minillm.quant.ungrid import ungrid
@@ -147,10 +146,11 @@ def test_ungrid_folds_an_untied_head():
         if name.endswith("norm.weight"):
             parameter.uniform_(0.5, 2.0)
     tokens = torch.randint(0, 60, (1, 9), generator=torch.Generator().manual_seed(0))
-    before = model(tokens)
+    before, head = model(tokens), model.head.weight.clone()
     after = ungrid(model)(tokens)
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
-    assert (model.norm.weight == 1).all()
+    change = (model.head.weight / head).log2()
+    assert change.abs().max() <= 0.25 + 1e-4 and change.std() > 0.1
 
 
 def test_ungrid_refuses_other_families():

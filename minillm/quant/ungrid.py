@@ -5,13 +5,14 @@ Chapter 11. A file that was stored in 4 bits and dequantised looks like floating
 it shows a method without damage. The honest baseline is the original in 16 bits. Where only the rounded file is at
 hand, the function can be kept and the grid broken, by moves that floating point undoes exactly or nearly so:
 
-    norm gains      (x * g) @ W.T  =  x @ (W * g).T           into the linears behind the norm; the gain becomes 1
-    values          row r of V times a, columns r of O by 1/a  for each KV head's channel and the heads that share it
-    up, down        row r of up times a, column r of down by 1/a
+    norm, linear    gain of channel c times 1/a, column c of the linears behind the norm times a
+    values          row r of V times a, columns r of O times 1/a, for each head that reads this channel
+    up, down        row r of up times a, column r of down times 1/a
 
-The factors a differ from channel to channel, so a group of 32 neighbours in a row of O or down no longer shares a
-grid; g does the same for the others. What is measured then is a different file than the original: its function is the
-same, its distribution of weights only similar. Say so wherever a figure of it is shown.
+The factors a are drawn anew for every channel, so neighbours in a row no longer share a grid. They are mild, within
+2^-1/4 .. 2^1/4: a wide spread, or the whole gain of a norm moved into the linear, would make rows harder to quantise
+than the original's. What is measured is still another file than the original: its function is the same, its weights
+are only distributed like it. Say so wherever a figure of it is shown.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from minillm.model.decoder import Block, Decoder
 
 
 @torch.no_grad()
-def ungrid(model: Decoder, spread: float = 0.5, seed: int = 0) -> Decoder:
-    """Fold and rescale in place. spread: log2 of the factors is uniform in -spread .. spread. Llama type only."""
+def ungrid(model: Decoder, spread: float = 0.25, seed: int = 0) -> Decoder:
+    """Rescale in place. spread: log2 of the factors is uniform in -spread .. spread. Llama type only."""
     config = model.config
     linears = [
         m for block in model.layers for m in (block.attn.qkv, block.attn.out, block.mlp.gate_up, block.mlp.down)
@@ -33,23 +34,24 @@ def ungrid(model: Decoder, spread: float = 0.5, seed: int = 0) -> Decoder:
     biased = config.qkv_bias or config.mlp_bias
     if config.norm_kind != "rms" or not config.gated_mlp or biased or not all(type(m) is nn.Linear for m in linears):
         raise ParamsError(
-            "ungrid folds models of the Llama type: RMS norms, a gated MLP, plain linears without biases"
+            "ungrid rescales models of the Llama type: RMS norms, a gated MLP, plain linears without biases"
         )
     generator = torch.Generator().manual_seed(seed)
     for block in model.layers:
-        fold(block.attn_norm, block.attn.qkv)
-        fold(block.mlp_norm, block.mlp.gate_up)
+        rescale_norm(block.attn_norm, block.attn.qkv, spread, generator)
+        rescale_norm(block.mlp_norm, block.mlp.gate_up, spread, generator)
         rescale_values(block, spread, generator)
         rescale_up(block, spread, generator)
     if not config.tie_embeddings:  # a tied head is the embedding too, which no norm stands before
-        fold(model.norm, model.head)
+        rescale_norm(model.norm, model.head, spread, generator)
     return model
 
 
-def fold(norm: nn.Module, linear: nn.Linear) -> None:
-    """The norm's gain into the columns behind it."""
-    linear.weight.mul_(norm.weight)
-    norm.weight.fill_(1.0)
+def rescale_norm(norm: nn.Module, linear: nn.Linear, spread: float, generator: torch.Generator) -> None:
+    """Columns of the linear against the norm's gains."""
+    a = factors(linear.in_features, spread, generator, linear.weight)
+    linear.weight.mul_(a)
+    norm.weight.div_(a)
 
 
 def rescale_values(block: Block, spread: float, generator: torch.Generator) -> None:
