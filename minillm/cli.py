@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -14,6 +16,22 @@ from minillm.errors import MinillmError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+BENCH_MODULES = (
+    "minillm.measure.bench",
+    "minillm.engine.bench",
+    "minillm.measure.quantized_bench",
+    "minillm.measure.attention_bench",
+    "minillm.measure.decode_attention_bench",
+    "minillm.measure.compiled_bench",
+    "minillm.measure.fused_bench",
+    "minillm.engine.graphs_bench",
+    "minillm.engine.course_bench",
+)
+BENCH_NAMES = (
+    *("decode", "throughput", "prefix", "scheduler", "quantized", "attention", "decode-attention"),
+    *("compile", "fused", "graphs", "course"),
+)
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."
 
@@ -100,22 +118,31 @@ def show_tour(steps) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="decode, throughput, prefix, scheduler or quantized")],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(BENCH_NAMES)}, or gpu: all that a GPU can be asked")],
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     as_json: JsonOption = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="smallest sizes; gpu: on a CPU too")] = False,
+    out: Annotated[Path | None, typer.Option(help="gpu: the file to write")] = None,
 ) -> None:
     """Run a benchmark beside its peers and print its records."""
-    from minillm.engine.bench import BENCHES as engine_benches
-    from minillm.measure import records
-    from minillm.measure.bench import BENCHES, NotMeasured
-    from minillm.measure.quantized_bench import BENCHES as quantized_benches
+    import inspect
 
-    benches = {**BENCHES, **engine_benches, **quantized_benches}
+    from minillm.measure import records
+    from minillm.measure.bench import NotMeasured
+
+    benches = all_benches()
+    if name == "gpu":
+        raise typer.Exit(bench_gpu(benches, smoke, out))
     if name not in benches:
-        raise stop(f"NAME={name!r}: must be one of {', '.join(benches)}")
+        raise stop(f"NAME={name!r}: must be one of {', '.join(benches)}, gpu")
+    settings: dict = {"repeats": repeats}
+    if smoke:
+        if "smoke" not in inspect.signature(benches[name]).parameters:
+            raise stop(f"--smoke: {name} has no smoke mode")
+        settings["smoke"] = True
     figures = []
     try:
-        for figure in benches[name](repeats=repeats):
+        for figure in benches[name](**settings):
             figures.append(figure)
             if not as_json:
                 spread = "" if figure.spread is None else f"  [{figure.spread[0]:.3g}, {figure.spread[1]:.3g}]"
@@ -125,6 +152,31 @@ def bench(
         raise typer.Exit(0) from None
     if as_json:
         typer.echo(records.to_json(figures))
+
+
+def all_benches() -> dict:
+    """Every benchmark by name, from whichever module has it."""
+    found: dict = {}
+    for module in BENCH_MODULES:
+        if importlib.util.find_spec(module) is not None:
+            found |= importlib.import_module(module).BENCHES
+    return found
+
+
+def bench_gpu(benches: dict, smoke: bool, out: Path | None) -> int:
+    """Exit code 0: figures were written, or, in smoke mode, every step that can run here ran."""
+    from minillm.measure.gpu_bench import default_path, run_plan
+    from minillm.measure.records import device_name
+
+    if not smoke:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise stop("bench gpu needs a GPU; --smoke runs the same steps at the smallest sizes anywhere")
+    path = out or (None if smoke else default_path(device_name()))
+    report = run_plan(benches, smoke=smoke, path=path, say=typer.echo)
+    typer.echo(f"{len(report.figures)} figures" + (f", written to {path}" if path and report.figures else ""))
+    return 0 if report.figures else 1
 
 
 @app.command()
