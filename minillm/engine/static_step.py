@@ -98,10 +98,10 @@ def write(stored: Tensor, new: Tensor, slots: Tensor) -> None:
     With no real row at all, slot 0 is written with what it holds."""
     flat = stored.flatten(0, 1)  # [slots, kv_heads, dim]
     real = slots >= 0  # [n]
-    first = real.to(torch.uint8).argmax()  # 0-dim: no value leaves the device
-    target = torch.where(real, slots, slots[first].clamp(min=0))  # [n]
+    first = real.to(torch.uint8).argmax(0, keepdim=True)  # [1]; as an index a 0-dim tensor would leave the device
+    target = torch.where(real, slots, slots.index_select(0, first).clamp(min=0))  # [n]
     source = new.to(flat.dtype)
-    source = torch.where(real[:, None, None], source, source[first])  # [n, kv_heads, dim]
+    source = torch.where(real[:, None, None], source, source.index_select(0, first))  # [n, kv_heads, dim]
     source = torch.where(real.any(), source, flat[:1])
     flat.index_copy_(0, target, source)
 
