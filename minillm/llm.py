@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -45,6 +46,8 @@ class LLM:
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
     attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
     quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
+    more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
+    num_host_blocks, keep_log; what each means stands there.
     """
 
     def __init__(
@@ -64,7 +67,12 @@ class LLM:
         attention: str = "auto",
         quantization: str | None = None,
         seed: int | None = None,
+        **more: Any,
     ) -> None:
+        for name in more:
+            if name not in EngineOptions.__dataclass_fields__:
+                others = sorted(set(EngineOptions.__dataclass_fields__) - set(LLM.__init__.__kwdefaults__))
+                raise ParamsError(f"LLM has no option {name}; besides those of its signature: {', '.join(others)}")
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -75,6 +83,7 @@ class LLM:
             preemption=preemption,
             policy=policy,
             attention=attention,
+            **more,
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))

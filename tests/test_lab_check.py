@@ -1,6 +1,8 @@
 """check(...): what passes, what does not, and what the reader is told."""
 
 import contextlib
+import inspect
+import linecache
 import math
 import time
 
@@ -16,8 +18,29 @@ def given(x):
     return x[1:]
 
 
+class GivenCounter:
+    """Counts, from one too many."""
+
+    step = 1
+
+    def __init__(self, start=1):
+        self.value = start
+
+    def add(self):
+        self.value += self.step
+        return self.value
+
+    @property
+    def double(self):
+        return 2 * self.value
+
+
 @pytest.fixture(scope="module", autouse=True)
 def tasks():
+    @register("98.counter", title="Debug a class", given=GivenCounter)
+    def counter(rng):
+        yield Drive(lambda Counter: [Counter().add(), Counter().double], [1, 0], "counter = Counter(); counter.add()")
+
     @register("98.softmax", title="Softmax", hints=[Hint("over the wrong axis", wrong=lambda x: torch.softmax(x, 0))])
     def softmax(rng):
         for rows in (2, 3, 5):
@@ -282,3 +305,27 @@ def test_equal(got, expected):
 def test_messages_hold_no_addresses():
     assert "0x" not in describe(object())
     assert len(describe(list(range(1000)))) < 80
+
+
+def counter(old="", new="", name="GivenCounter"):
+    """The given class, typed again into a notebook: another file name, maybe with an edit."""
+    source = inspect.getsource(GivenCounter).replace(old, new)
+    file = f"<cell {name} {old} {new}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    space = {"__name__": "__main__"}
+    exec(compile(source, file, "exec"), space)
+    return space["GivenCounter"]
+
+
+def test_a_class_as_given_is_not_started_and_an_edited_one_is_judged():
+    assert examine("98.counter", counter()).status == "not started"
+    assert examine("98.counter", counter("Counts, from", "This counts from")).status == "not started"
+    assert examine("98.counter", counter("start=1", "start=0")).status == "passed"
+    for old, new in (("+= self", "-= self"), ("2 * ", "3 * "), ("step = 1", "step = 2"), ("def add", "def plus")):
+        assert examine("98.counter", counter(old, new)).status == "failed", (old, new)
+
+
+@pytest.mark.parametrize("name", [None, 5, len])
+def test_a_task_that_is_no_name_is_one_clear_error(name):
+    with pytest.raises(ValueError, match=r'task must be a name, such as "02.kv_bytes"; got'):
+        check_function(name, given)

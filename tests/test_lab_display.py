@@ -134,3 +134,17 @@ def test_importing_the_package_or_the_lab_loads_nothing_heavy():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_no_tick_runs_through_the_label_of_a_measurement(log):
+    """The label's text box, as it is drawn, against the ticks of its row."""
+    for prediction, ceiling in ((3.05, None), (2.0, 3.2), (3.3, 3.6), (1.0, None), (3.1, 30.0)):
+        rows = [{"name": "a", "here": 3.0, "prediction": prediction, "ceiling": ceiling}, {"name": "b", "here": 4.0}]
+        ax = plots.beside(rows, "x", log=log)
+        ax.figure.canvas.draw()
+        box = ax.texts[0].get_window_extent()
+        for tick in (t for t in (prediction, ceiling) if t is not None):
+            x = ax.transData.transform((tick, 0))[0]
+            assert not box.x0 < x < box.x1, (prediction, ceiling, tick)
+        plt.close(ax.figure)

@@ -144,3 +144,11 @@ def test_the_harness_sees_a_right_answer_a_wrong_hint_and_too_few(course):
     assert "2 wrong answers" in found[0]
     assert "passed" in found[1]
     assert "not in the message" in found[2]
+
+
+def test_a_folder_is_one_clear_error(tmp_path):
+    assert grade(tmp_path).error == f"{tmp_path} is a folder; name a notebook, such as {tmp_path / 'NN_name.ipynb'}"
+    (tmp_path / "07_b.ipynb").write_text("{}")
+    (tmp_path / "02_a.ipynb").write_text("{}")
+    report = grade(tmp_path)
+    assert report.error.endswith(f"such as {tmp_path / '02_a.ipynb'}") and report.exit_code == 2

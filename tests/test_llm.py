@@ -181,6 +181,11 @@ def test_bad_options_raise_one_clear_error(llm):
             LLM("tiny", **{"device": "cpu", **option})
     with pytest.raises(ParamsError, match="max_num_seqs=0"):
         LLM("tiny", max_num_seqs=0)
+    with pytest.raises(ParamsError, match=r"LLM has no option agein; besides .*: ageing, .*prefill_first, victim"):
+        LLM("tiny", agein=3)
+    for option in ({"victim": "youngest"}, {"ageing": 0}, {"num_host_blocks": 4}, {"lookahead": 4}):
+        with pytest.raises(ParamsError, match=f"^{next(iter(option))}="):
+            LLM("tiny", **option)
     with pytest.raises(ParamsError, match="n=2"):
         llm.stream("The sea", SamplingParams(n=2))
     with pytest.raises(UnknownModelError, match="did you mean tiny"):
@@ -201,3 +206,19 @@ def _spoil_last_row(logits):
     if logits.shape[0] == 3:
         logits[-1] = float("nan")
     return logits
+
+
+def test_every_engine_option_can_be_given_to_the_llm(llm):
+    more = {
+        "prefill_first": True,
+        "victim": "fewest_tokens",
+        "ageing": 8,
+        "headroom": 2,
+        "lookahead": 3,
+        "patience": 4,
+    }
+    more |= {"num_host_blocks": 5, "keep_log": True}
+    other = LLM("tiny", device="cpu", num_blocks=40, preemption="swap", enable_prefix_caching="hash", **more)
+    assert {name: getattr(other.engine.options, name) for name in more} == more
+    assert other.generate("The sea", GREEDY)[0].token_ids == llm.generate("The sea", GREEDY)[0].token_ids
+    assert other.engine.scheduler.log

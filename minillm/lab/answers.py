@@ -13,6 +13,8 @@ import traceback
 import types
 from typing import Any
 
+_WRAPPED = (property, staticmethod, classmethod)
+
 
 def codes_of(answer: Any) -> set[types.CodeType]:
     """The code objects of a function, a class, an object or a collection of them, inner functions included."""
@@ -56,19 +58,40 @@ def global_names(answer: Any) -> set[str]:
 
 
 def same_body(answer: Any, given: Any) -> bool:
-    """Is the answer still the code that the reader was given? Comments, docstring and annotations do not count."""
+    """Is the answer still the code that the reader was given? Comments, docstring and annotations do not count.
+
+    Of a class, the methods that are written in it are compared, and its plain attributes.
+    """
     try:
         return _body(answer) == _body(given)
     except (OSError, TypeError, SyntaxError, AttributeError):  # a lambda, an object, something without source
         return False
 
 
-def _body(function: Any) -> str:
+def _body(thing: Any) -> Any:
+    """What `same_body` compares. A class goes method by method: Python cannot always find the source of a whole one
+    that was defined in a notebook."""
+    if not isinstance(thing, type):
+        return _function_body(thing)
+    parts = {}
+    for name, member in vars(thing).items():
+        functions = codes_of(member) if callable(member) or isinstance(member, _WRAPPED) else set()
+        if any(not code.co_filename.startswith("<string>") for code in functions):  # those are a dataclass's own
+            wrapped = (member.fget, member.fset) if isinstance(member, property) else (member,)
+            parts[name] = [_function_body(getattr(f, "__func__", f)) for f in wrapped if f]
+        elif not functions and not (name.startswith("__") and name.endswith("__")):
+            parts[name] = repr(member)
+    return parts
+
+
+def _function_body(function: Any) -> str:
     tree = ast.parse(textwrap.dedent(function if isinstance(function, str) else inspect.getsource(function)))
     body = tree.body[0].body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
-    return "\n".join(ast.dump(node) for node in body)
+    arguments = tree.body[0].args  # a default may be the bug
+    defaults = [value for value in (*arguments.defaults, *arguments.kw_defaults) if value is not None]
+    return "\n".join(ast.dump(node) for node in [*defaults, *body])
 
 
 def last_frame(error: BaseException):

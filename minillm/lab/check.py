@@ -32,7 +32,7 @@ class Task:
     points: int
     cases: Callable[[Rng], Iterable[Case]]
     hints: list[Hint] = field(default_factory=list)
-    given: Any = None  # for "debug it": the function with the bug, as the reader is given it
+    given: Any = None  # for "debug it": the function or class with the bug, as the reader is given it
     limit_s: float = 20.0
 
 
@@ -117,6 +117,8 @@ def tasks(chapter: str) -> list[Task]:
 
 def find(task: str) -> Task:
     """The task of that name, or one clear error that lists the chapter's tasks."""
+    if not isinstance(task, str):
+        raise UnknownTask(f'check(task, answer): task must be a name, such as "02.kv_bytes"; got {task!r:.60}')
     known = tasks(task.split(".")[0])
     if task not in _TASKS:
         names = ", ".join(other.id for other in known) or "none"

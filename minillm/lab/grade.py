@@ -71,6 +71,10 @@ def grade(path: str | Path) -> Report:
     except FileNotFoundError:
         report.error = f"there is no file {path}"
         return report
+    except IsADirectoryError:
+        found = next(iter(sorted(path.glob("[0-9][0-9]_*.ipynb"))), path / "NN_name.ipynb")
+        report.error = f"{path} is a folder; name a notebook, such as {found}"
+        return report
     except Exception as error:
         report.error = f"{path} is not a notebook: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         return report

@@ -28,6 +28,7 @@ MEANING = {
     "recorded": PINK,
 }
 
+LABEL = 0.25  # width of a value's label, as a share of the axis
 WIDTH, HEIGHT, DPI = 6.4, 3.4, 90  # inches, inches, dots per inch: 20 to 40 KB a PNG
 
 
@@ -172,13 +173,19 @@ def beside(rows: list[dict], unit: str, title: str = "", ax=None, log: bool = Fa
     Each row: {"name", "here"} and, where there are any, "recorded" (a Recorded), "prediction", "ceiling" (numbers).
     """
     ax = ax or figure(height=1.0 + 0.62 * len(rows))[1]
+    numbers = [row.get(key) for row in rows for key in ("here", "prediction", "ceiling")]
+    numbers += [row["recorded"].value for row in rows if row.get("recorded")]
+    numbers = [v for v in numbers if v is not None]
     for place, row in enumerate(rows):
+        ticks = [row[key] for key in ("prediction", "ceiling") if row.get(key) is not None]
         gpu = row.get("recorded")
         pairs = [(row["here"], MEANING["technique"], -0.2), (gpu.value if gpu else None, MEANING["recorded"], 0.2)]
         for value, color, offset in pairs if "recorded" in row else pairs[:1]:
             ax.barh(place + offset, value or 0.0, 0.36, color=color)
             text = units.show(value, unit) + (f" ({gpu.device})" if gpu and color == MEANING["recorded"] else "")
             left = value or ax.get_xlim()[0] if log else value or 0.0
+            if color == MEANING["technique"]:
+                left = _clear_of(left, ticks, numbers, log)
             ax.annotate(text, (left, place + offset), (5, 0), textcoords="offset points", va="center", fontsize=8)
         for key in ("prediction", "ceiling"):
             if row.get(key) is not None:
@@ -188,13 +195,23 @@ def beside(rows: list[dict], unit: str, title: str = "", ax=None, log: bool = Fa
     ax.grid(False, axis="y")
     if log:
         ax.set_xscale("log")
-    numbers = [row.get(key) for row in rows for key in ("here", "prediction", "ceiling")]
-    numbers += [row["recorded"].value for row in rows if row.get("recorded")]
-    top = max(v for v in numbers if v is not None)
-    ax.set_xlim(right=top * (6 if log else 1.25))
+    ax.set_xlim(right=max(numbers) * (6 if log else 1.25))
     unit_axis(ax.xaxis, unit, "")
     names = {"technique": "here", "recorded": "recorded GPU", "prediction": "prediction", "ceiling": "ceiling"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=MEANING[key]) for key in names]
     ax.legend(handles, names.values(), loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
     ax.set_title(title)
     return ax
+
+
+def _clear_of(left: float, ticks: list[float], numbers: list[float], log: bool) -> float:
+    """Where a value's label may begin, so that no tick runs through it: right of each one that would."""
+    for tick in sorted(ticks):
+        if log:
+            low = min(v for v in numbers if v > 0)
+            reach = left * (6 * max(numbers) / low) ** LABEL
+        else:
+            reach = left + LABEL * 1.25 * max(numbers)
+        if left <= tick <= reach:
+            left = tick
+    return left
