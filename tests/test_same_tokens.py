@@ -23,10 +23,13 @@ import torch
 
 from minillm.cache.contiguous import ConcatCache, ContiguousCache
 from minillm.cache.generate import decode, generate_cached
+from minillm.cache.paged_kernel import KernelReader
 from minillm.engine.engine import Engine
 from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
+from minillm.kernels.decoding_reference import paged_attention
+from minillm.kernels.launch import why_not
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
 from minillm.model.generate import generate_naive
@@ -55,6 +58,7 @@ ENGINE = {
     "heads": ["mha", "gqa", "mqa"],
     "window": [None, 5],
     "graph": ["off", "replay"],
+    "attention": ["sdpa", "naive", "triton"],
 }
 NEW_TOKENS = 12
 
@@ -177,6 +181,7 @@ def engine_options(option: dict, longest: int) -> EngineOptions:
         block_size=option["block"],
         num_blocks=blocks + 1 if option["pool"] == "tight" else 6 * blocks,
         headroom=0,
+        attention=option.get("attention", "sdpa"),
     )
 
 
@@ -193,6 +198,17 @@ def expected_texts(heads: str, window: int | None) -> list[list[int]]:
     return [generate_naive(model, prompt, NEW_TOKENS) for prompt in shared_prompts()]
 
 
+class TwinReader(KernelReader):
+    """The paged kernels' torch twin in their place: the interpreter would need minutes for all these runs. One run
+    with the kernels themselves is `test_the_paged_kernels_emit_the_same_tokens`."""
+
+    def attend(self, layer, q, k, v, keys, values):
+        written = self.slots >= 0
+        keys.flatten(0, 1)[self.slots[written]], values.flatten(0, 1)[self.slots[written]] = k[written], v[written]
+        step = (self.tables, self.starts, self.lengths)
+        return paged_attention(q, keys, values, *step, scale=layer.scale, window=layer.window, splits=2, tile=16)
+
+
 def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
     """(the tokens of each prompt, twice; preemptions)."""
     prompts = shared_prompts()
@@ -202,6 +218,8 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
         runs = [run_trace(model, trace, option["batching"], size=3, window=0.6, cost=lambda _: 0.1) for _ in (0, 1)]
         return [output for run in runs for output in run.outputs], 0
     engine = Engine(model, options, eos_ids=())
+    if options.attention == "triton" and model.device.type == "cpu":
+        engine.runner.cache._kernels = TwinReader(model.device)
     if option["graph"] == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
         engine.runner = GraphRunner(model, engine.runner.cache, (1, 2, 4), EagerBackend())
         assert engine.runner.why_eager is None
@@ -222,6 +240,19 @@ def test_the_engine_emits_the_same_tokens(option):
     got, _ = emit_engine(pack_linears(model) if option["layout"] == "packed" else model, option)
     for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
         assert_same(model_of(option), prompt, tokens, wanted)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_paged_kernels_emit_the_same_tokens():
+    """Two requests, a prompt in two chunks, five new tokens: every step through Triton."""
+    model, prompts = model_of({"heads": "gqa", "window": 5}), shared_prompts()[2:4]
+    options = EngineOptions(block_size=4, num_blocks=12, max_num_batched_tokens=7, max_num_seqs=2, attention="triton")
+    engine = Engine(model, options, eos_ids=())
+    groups = [engine.add(prompt, SamplingParams(max_tokens=5, temperature=0)) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    for prompt, group in zip(prompts, groups):
+        assert_same(model, prompt, group.requests[0].output, generate_naive(model, prompt, 5))
 
 
 def test_the_tight_pool_preempts():

@@ -76,9 +76,10 @@ def decode_kernel(
     first = last * 0
     if HAS_WINDOW:
         first = tl.maximum(last - window, 0)
-    tiles_each = tl.cdiv(tl.cdiv(last, N) - first // N, splits)
-    begin = first // N + split * tiles_each
-    end = tl.minimum(begin + tiles_each, tl.cdiv(last, N))
+    first_tile, last_tile = first // N, (last + N - 1) // N
+    tiles_each = (last_tile - first_tile + splits - 1) // splits
+    begin = first_tile + split * tiles_each
+    end = tl.minimum(begin + tiles_each, last_tile)
 
     m, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
@@ -189,7 +190,7 @@ def launch_merge(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """outs [splits, rows, heads, dim], lses [splits, rows, heads] -> out and lse, without the first."""
     splits, rows, dim = len(outs), lse.numel(), out.shape[-1]
     if rows:
-        width = min(power_of_two(dim), 32)  # narrow, so that a row's merge is several programs
+        width = power_of_two(dim) if interpreted() else 32  # narrow: a row's merge is then several programs
         merge_kernel[rows, -(-dim // width)](
             outs, lses, out, lse, rows, splits, dim, DIM=dim, SPLITS=power_of_two(splits), D=width
         )

@@ -73,9 +73,10 @@ def paged_kernel(
     first = last * 0
     if HAS_WINDOW:
         first = tl.maximum(length - count + place - window + 1, 0)
-    tiles_each = tl.cdiv(tl.cdiv(last, N) - first // N, splits)
-    begin = first // N + split * tiles_each
-    end = tl.minimum(begin + tiles_each, tl.cdiv(last, N))
+    first_tile, last_tile = first // N, (last + N - 1) // N
+    tiles_each = (last_tile - first_tile + splits - 1) // splits
+    begin = first_tile + split * tiles_each
+    end = tl.minimum(begin + tiles_each, last_tile)
 
     m, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
