@@ -54,8 +54,9 @@ def attention(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention: q [batch, heads, time, dim], k, v [batch, kv_heads, length, .] -> [batch, heads, time, v dim],
-    with the arguments and the rule of `minillm.model.attention.attention`: queries are the last of the keys.
+    """Causal: q [batch, heads, time, dim], k, v [batch, kv_heads, length, .] -> [batch, heads, time, v dim].
+
+    Arguments and rule are those of `minillm.model.attention.attention`: queries are the last of the keys.
     """
     name = choose_backend(backend, q.device).name
     if name == "naive":

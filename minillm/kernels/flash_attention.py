@@ -234,7 +234,6 @@ def launch(plan: Plan, q, k, v, out, lse, starts_q, starts_k, return_lse: bool) 
         D=power_of_two(q.shape[-1]), DV=power_of_two(v.shape[-1]),
         CAUSAL=plan.causal, WINDOW=plan.window > 0, SOFTCAP=plan.inner_scale > 0, PACKED=packed, LSE=return_lse,
         PRECISION="tf32x3",  # float32: three tensor-core passes, as exact as float32 sums are; 16 bits ignore it
-       
         BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
         num_warps=plan.config.warps, num_stages=plan.config.stages,
     )  # fmt: skip
