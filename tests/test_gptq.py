@@ -9,10 +9,11 @@ from minillm.model.decoder import Decoder, init_weights
 from minillm.model.hub import ASSETS, is_available
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
-from minillm.quant.affine import Quantized, Scheme, round_to
+from minillm.quant.affine import Quantized, Scheme, fake_quantize, round_to
 from minillm.quant.calibrate import InputStats, calibration_tokens, collect, gather, output_error, walk
 from minillm.quant.gptq import as_method, gptq, gptq_model, inverse_factor
 from minillm.quant.linear import linears, quantize_model, rtn, stored_parameters
+from minillm.quant.qat import StraightThroughLinear, train_rounded
 
 SMOLLM = "smollm2-135m"
 SCHEMES = {
@@ -242,3 +243,31 @@ def test_results_pack_into_a_model_with_the_same_logits(tokens):
 def test_bad_input_is_one_clear_error(call, error, text):
     with pytest.raises(error, match=text):
         call(*problem())
+
+
+def test_straight_through_is_rounding_forward_and_identity_backward():
+    linear = torch.nn.Linear(16, 4)
+    scheme = Scheme(2, False)
+    module = StraightThroughLinear(linear, scheme)
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    out = module(x)
+    assert torch.allclose(out, x @ fake_quantize(linear.weight.detach(), scheme).T + linear.bias, atol=1e-6)
+    out.square().sum().backward()
+    assert torch.allclose(module.weight.grad, 2 * out.detach().T @ x, atol=1e-4)
+
+
+def test_training_through_rounding_brings_the_answers_back(tokens):
+    """Two INT2 blocks learn to answer as the float model does; what is left are weights on the grid."""
+    scheme = Scheme(2, False, "group", 64)
+    teacher, student = (load_model("tiny", "float32", "cpu") for _ in range(2))
+    for model in (teacher, student):
+        model.layers = model.layers[:2]
+    found, losses = train_rounded(student, teacher, tokens[:, :48], scheme, steps=12, batch=4)
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert len(found) == 8
+    for name, q in found.items():
+        layer = student.get_submodule(name)
+        assert type(layer) is torch.nn.Linear and not layer.weight.requires_grad
+        assert torch.equal(layer.weight, q.dequantize())
+    with pytest.raises(ParamsError, match="steps=0"):
+        train_rounded(student, teacher, tokens, scheme, steps=0)

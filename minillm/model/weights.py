@@ -41,7 +41,11 @@ def load_model(
     device, wanted = as_device(device), as_dtype(dtype)
     if str(name).startswith("shape:"):
         return random_model(known_shape(str(name)), default_dtype(wanted, torch.bfloat16, device), device)
-    checkpoint = open_checkpoint(resolve(name))
+    return fill(open_checkpoint(resolve(name)), wanted, device)
+
+
+def fill(checkpoint: Checkpoint, wanted: torch.dtype | None, device: torch.device) -> Decoder:
+    """The decoder of an opened checkpoint; `load_model` without the search for the file."""
     plan, model = check(checkpoint)
     dtype = default_dtype(wanted, checkpoint.dtype, device)
     check_memory(model, dtype, device)
