@@ -35,6 +35,18 @@ def test_it_runs_on_a_small_model(monkeypatch):
     assert names == ["rate", "float32", "ratio", "bytes", "bandwidth_share"]
 
 
+def test_the_kernels_are_checked_and_then_timed(monkeypatch):
+    from minillm.kernels.launch import why_not
+
+    if why_not() is not None:
+        pytest.skip(why_not())
+    monkeypatch.setattr(quantized_bench, "timed", lambda run, *a, **k: (run(), type("T", (), {"median": 1.0}))[1])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = list(quantized_bench.kernel_figures(device, 1e3, [(32, 128)], rows=[1], touched=5000))
+    # int8: 32 * 128 + 2 * 32 bytes, twice; int4 in groups of 128 and 32: three of 2112 bytes, two of 2304
+    assert [f.value for f in found] == [2 * 4160 / 1e3, 3 * 2112 / 1e3, 3 * 2304 / 1e3]
+
+
 def test_a_missing_model_is_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(quantized_bench, "is_available", lambda name: False)
     with pytest.raises(NotMeasured, match="minillm pull"):

@@ -8,8 +8,9 @@ times its own decode loop, and reads Q8_0 and Q4_1 files made from the same weig
 
 from __future__ import annotations
 
+import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,14 +19,15 @@ from torch import nn
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.generate import decode, prefill
 from minillm.measure.bench import NotMeasured
-from minillm.measure.clock import Timing, paired
+from minillm.measure.clock import Timing, paired, timed
 from minillm.measure.machine import ceilings
 from minillm.measure.records import Figure, figure
 from minillm.model.decoder import Decoder
 from minillm.model.hub import is_available, resolve
 from minillm.model.layout import pack_linears
 from minillm.model.weights import load_model
-from minillm.quant.linear import model_bytes
+from minillm.quant.affine import Scheme, quantize
+from minillm.quant.linear import as_module, model_bytes
 from minillm.quant.named import NAMED, quantize_by_name
 
 PEER_FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}
@@ -41,10 +43,12 @@ def bench_quantized(
     """Batch 1. Figures quantized.NAME.rate, .ratio (over our float32), .bytes, .bandwidth_share, .llama_cpp."""
     if not is_available(model):
         raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
-    yield from _cpu_or_gpu(model, schemes, prompt, tokens, repeats)
+    yield from decode_figures(model, schemes, prompt, tokens, repeats)
+    if torch.cuda.is_available():
+        yield from kernel_figures(torch.device("cuda"), ceilings("cuda").read_bandwidth)
 
 
-def _cpu_or_gpu(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
+def decode_figures(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
     plain = pack_linears(load_model(name))
     roof = ceilings(plain.device)
     base = step(plain, prompt, tokens)
@@ -73,6 +77,34 @@ def _cpu_or_gpu(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
         if peer is not None:
             yield row("llama_cpp", peer.median, "tokens/s", peer.quartiles)
             yield row("over_llama_cpp", rate / peer.median, "x")
+
+
+def kernel_figures(
+    device: torch.device,
+    bandwidth: float,
+    shapes: Iterable[tuple[int, int]] = ((4096, 4096), (22016, 4096), (4096, 11008)),
+    rows: Iterable[int] = (1, 16),
+    touched: float = 256e6,
+) -> Iterator[Figure]:
+    """Our Triton products alone, on LLaMA-7B's matrices (out, in): share of the bandwidth, bytes of weights / time.
+
+    touched: bytes of different matrices that one timing goes through, so that none of them waits in a cache."""
+    for bits, group in ((8, None), (4, 128), (4, 32)):
+        scheme = Scheme(bits, True, "channel" if group is None else "group", group)
+        for outputs, inputs in shapes:
+            weight = torch.randn(outputs, inputs, device=device)
+            q = quantize(weight, scheme)
+            first = as_module(q, kernel="triton")
+            copies = [first, *(copy.deepcopy(first) for _ in range(int(touched // model_bytes(first))))]
+            for n in rows:
+                x = torch.randn(n, inputs, device=device, dtype=torch.bfloat16)
+                expected = x.float() @ q.dequantize().T
+                if not (first(x) - expected).abs().max() <= 0.02 * expected.abs().max():
+                    raise RuntimeError(f"{bits} bits, {outputs} x {inputs}: the kernel is wrong, so it is not timed")
+                timing = timed(lambda: [m(x) for m in copies], 10, 2, cuda_events=device.type == "cuda")  # noqa: B023
+                share = len(copies) * model_bytes(first) / timing.median / bandwidth
+                workload = {"rows": n, "out": outputs, "in": inputs, "group": group}
+                yield figure(f"quantized.kernel.int{bits}.bandwidth_share", share, "1", workload=workload)
 
 
 def step(model: Decoder, prompt: int, tokens: int) -> Callable[[], None]:
