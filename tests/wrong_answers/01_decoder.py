@@ -19,6 +19,13 @@ KV = "2 * 36 * 8 * 128 * 2,"
 
 WRONG = {
     "01.rms_norm": {
+        "1024 channels at most": (
+            "right = rms_norm\n"
+            "def rms_norm(x, weight, eps):\n"
+            "    parts = zip(x.split(1024, -1), weight.split(1024))\n"
+            "    return torch.cat([right(part, w, eps) for part, w in parts], -1)",
+            "expected",
+        ),
         "LayerNorm": (("wide = x.float()", "wide = x.float() - x.float().mean(-1, keepdim=True)"), "LayerNorm"),
         "eps outside the root": (
             (
@@ -84,6 +91,10 @@ WRONG = {
         "offset by one": (("positions[:, None, None].float()", "(positions[:, None, None].float() + 1)"), "expected"),
     },
     "01.attention": {
+        "256 keys at most": (
+            "right = attention\ndef attention(q, k, v):\n    return right(q, k[:, :, -256:], v[:, :, -256:])",
+            "expected",
+        ),
         "tiled": (
             (
                 "k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",

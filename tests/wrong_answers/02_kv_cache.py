@@ -84,6 +84,12 @@ WRONG = {
         "ignores token_bytes": (GROW + "steps * prompt + steps * (steps + 1) // 2", "expected"),
     },
     "02.causal_mask": {
+        "one byte a position": (
+            "def causal_mask(time, length):\n"
+            "    at = torch.arange(length).to(torch.int8)\n"
+            "    return at <= at[length - time:, None]",
+            "expected",
+        ),
         "top left": (MASK + "torch.ones(time, length).tril().bool()", "top left"),
         "without itself": (MASK + "torch.ones(time, length).tril(length - time - 1).bool()", "sees itself"),
         "inverted": (MASK + "~torch.ones(time, length).tril(length - time).bool()", "inverted"),
@@ -102,6 +108,15 @@ WRONG = {
         "transposed": (MASK + "torch.ones(time, length).tril(length - time).bool().T", "[time, length]"),
     },
     "02.cache": {
+        "128 rows a call": (
+            "class Small(Cache):\n"
+            "    def attend(self, layer, q, k, v):\n"
+            "        out = super().attend(layer, q, k, v)\n"
+            "        out[:, 128:] = 0\n"
+            "        return out\n"
+            "Cache = Small",
+            "calls of [200, 1, 70, 1, 3] tokens",
+        ),
         "scales q in place": (
             (
                 "scores = q.transpose(1, 2) @ keys.transpose(2, 3) * layer.scale",

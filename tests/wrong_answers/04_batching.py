@@ -67,6 +67,12 @@ def serve(requests, slots, prefill, decode, eos=None):
 
 WRONG = {
     "04.left_pad": {
+        "two bytes a token": (
+            "right = left_pad\n"
+            "def left_pad(prompts, pad_id):\n"
+            "    return (lambda t, m, p: (t.to(torch.int16).long(), m, p))(*right(prompts, pad_id))",
+            "expected",
+        ),
         "right padding": (RIGHT, "padding at the right"),
         "positions from the pad": (
             (RETURN, "return tokens, columns >= pads, columns.expand_as(tokens)"),
@@ -105,6 +111,12 @@ WRONG = {
         ),
     },
     "04.static_waste": {
+        "batches of 16 at most": (
+            "right = static_waste\n"
+            "def static_waste(prompts, answers, size):\n"
+            "    return right(prompts, answers, min(size, 16))",
+            "expected",
+        ),
         "useful share": (("return 1 - asked / computed", "return asked / computed"), "useful share"),
         "last token computed": (
             (
@@ -151,6 +163,10 @@ WRONG = {
         "the example": ("def static_waste(prompts, answers, size): return 1 / 3", "expected"),
     },
     "04.batches": {
+        "batches of 16 at most": (
+            "right = batches\ndef batches(arrivals, size, window): return right(arrivals, min(size, 16), window)",
+            "expected",
+        ),
         "restarting window": (
             (
                 "            batch.append(i)\n",
@@ -178,6 +194,12 @@ WRONG = {
         "lists of arrivals": (("batch.append(i)", "batch.append(arrivals[i])"), "raised"),
     },
     "04.serve": {
+        "8 slots at most": (
+            "right = serve\n"
+            "def serve(requests, slots, prefill, decode, eos=None):\n"
+            "    return right(requests, min(slots, 8), prefill, decode, eos)",
+            "expected",
+        ),
         "static": (STATIC, "static batching"),
         "padded": (PADDED, "still decoded"),
         "one by one": (ONE_BY_ONE, "more decode calls"),
@@ -223,6 +245,12 @@ WRONG = {
         ),
     },
     "04.choose": {
+        "one byte a token": (
+            "right = choose\n"
+            "def choose(logits, temperatures, noise):\n"
+            "    return right(logits, temperatures, noise) % 256",
+            "expected",
+        ),
         "as before, rearranged": (
             (WHERE, "return logits.argmax(-1) if bool(greedy.all()) else sampled"),
             "still sampled",

@@ -23,6 +23,12 @@ def figures(**changed: str) -> str:
 
 WRONG = {
     "05.slot_mapping": {
+        "two bytes a slot": (
+            "right = slot_mapping\n"
+            "def slot_mapping(blocks, block_size, start, count):\n"
+            "    return [s % 65536 for s in right(blocks, block_size, start, count)]",
+            "expected",
+        ),
         "no table": (SLOT + "list(range(start, start + count))", "table is not used"),
         "block not multiplied": (SLOT + "[blocks[i // block_size] + i % block_size" + SPAN, "multiply"),
         "no offset": (SLOT + "[blocks[i // block_size] * block_size" + SPAN, "offset in the block is missing"),
@@ -52,6 +58,15 @@ WRONG = {
         ),
     },
     "05.append": {
+        "32 blocks at most": (
+            "def append(blocks, length, count, block_size, free):\n"
+            "    needed = min(-(-(length + count) // block_size) - len(blocks), 32)\n"
+            "    if needed > len(free):\n"
+            "        raise NoRoom\n"
+            "    blocks += [free.pop(0) for _ in range(needed)]\n"
+            "    return length + count",
+            "expected",
+        ),
         "one too many on a border": (
             (NEEDED, "    needed = (length + count) // block_size + 1 - len(blocks)\n"),
             "n // size + 1",
@@ -89,6 +104,13 @@ WRONG = {
         "MemoryError": (('raise NoRoom(f"{needed} blocks', 'raise MemoryError(f"{needed} blocks'), "MemoryError"),
     },
     "05.pool": {
+        "64 blocks at most": (
+            "class Small(Pool):\n"
+            "    def __init__(self, num_blocks):\n"
+            "        super().__init__(min(num_blocks, 64))\n"
+            "Pool = Small",
+            "IndexError",
+        ),
         "free ignores counts": (
             (
                 LOWER + "            if self.counts[block] == 0:\n",
@@ -175,6 +197,14 @@ WRONG = {
         "ValueError when full": (('raise NoRoom(f"{n} asked', 'raise ValueError(f"{n} asked'), "expected"),
     },
     "05.next_slot": {
+        "the offset wraps at 16": (
+            "right = next_slot\n"
+            "def next_slot(pool, blocks, length):\n"
+            "    slot, copies = right(pool, blocks, length)\n"
+            "    offset = slot % pool.block_size\n"
+            "    return slot - offset + offset % 16, copies",
+            "read wrong",
+        ),
         "no copy": (("    elif pool.count(blocks[-1]) > 1:", "    elif False:"), "no copy"),
         "slot before the copy": (
             "def next_slot(pool, blocks, length):\n"
@@ -247,6 +277,14 @@ WRONG = {
         "copies none": ((RETURN, RETURN.replace(", copies", ", []")), "wrong"),
     },
     "05.admit": {
+        "16 shared blocks at most": (
+            "def admit(pool, prefix, tokens):\n"
+            "    prefix = prefix[:16]\n"
+            "    new = pool.allocate(-(-tokens // pool.block_size) - len(prefix))\n"
+            "    pool.share(prefix)\n"
+            "    return [*prefix, *new]",
+            "expected",
+        ),
         "swallows NoRoom": (
             (
                 ADMIT,

@@ -30,6 +30,12 @@ SKIP = (
 
 WRONG = {
     "06.admit": {
+        "32 requests at most": (
+            "right = admit\n"
+            "def admit(waiting, slots, free, block_size, spare):\n"
+            "    return right(waiting[:32], slots, free, block_size, spare)",
+            "expected",
+        ),
         "rounded down": (("blocks = -(-tokens // block_size)", "blocks = tokens // block_size"), "rounded up"),
         "overtaking": (
             ("            break\n        free -= blocks", "            continue\n        free -= blocks"),
@@ -52,6 +58,10 @@ WRONG = {
         "the example": ("def admit(waiting, slots, free, block_size, spare): return 1", "expected"),
     },
     "06.plan_step": {
+        "a budget of 256 at most": (
+            "right = plan_step\ndef plan_step(requests, budget): return right(requests, min(budget, 256))",
+            "expected",
+        ),
         "budget for each": (
             ("            budget -= given[i]\n".replace("            ", "                "), ""),
             "not for each",
@@ -97,6 +107,16 @@ WRONG = {
         "the example": ("def plan_step(requests, budget): return [(5, False), (1, True)]", "expected"),
     },
     "06.make_room": {
+        "8 running requests looked at": (
+            "right = make_room\n"
+            "def make_room(needed, running, waiting, free):\n"
+            "    late = sorted(running, key=lambda s: s.arrival)[-9:]\n"
+            "    rest = [s for s in running if s not in late]\n"
+            "    victims = right(needed, late, waiting, free)\n"
+            "    running[:] = rest + late\n"
+            "    return victims",
+            "expected",
+        ),
         "words lost": (
             (
                 "        victim.computed = 0\n",

@@ -50,6 +50,16 @@ def figures(**changed: str) -> str:
 
 WRONG = {
     "07.block_keys": {
+        "16 tokens of a block": (
+            "import hashlib\n"
+            "def block_keys(tokens, block_size, salt=''):\n"
+            "    keys, key = [], repr(salt).encode()\n"
+            "    for end in range(block_size, len(tokens) + 1, block_size):\n"
+            "        key = hashlib.sha256(key + repr(tokens[end - block_size:end][:16]).encode()).digest()\n"
+            "        keys.append(key)\n"
+            "    return keys",
+            "expected",
+        ),
         "no parent": ((HASH, "sha256(salt.encode() + b'|' + chunk.encode()).digest()"), "the key before"),
         "partial block": ((LOOP, "for start in range(0, len(tokens), block_size):"), "partial last block"),
         "no salt": (("sha256(salt.encode()).digest()", "b''"), "salt"),
@@ -84,6 +94,12 @@ WRONG = {
         "short digest": ((HASH, "sha256(key + chunk.encode()).digest()[:1]"), "expected"),
     },
     "07.longest_prefix": {
+        "32 blocks at most": (
+            "right = longest_prefix\n"
+            "def longest_prefix(tokens, block_size, store, key_of):\n"
+            "    return right(tokens, block_size, store, key_of)[:32]",
+            "expected",
+        ),
         "the last token served": (
             ("range(block_size, len(tokens), block_size)", "range(block_size, len(tokens) + 1, block_size)"),
             "no logits",
@@ -130,6 +146,15 @@ WRONG = {
         ),
     },
     "07.evictor": {
+        "64 idle blocks at most": (
+            "class Small(Evictor):\n"
+            "    done = 0\n"
+            "    def evict(self):\n"
+            "        self.done += 1\n"
+            "        return super().evict() if self.done <= 64 else None\n"
+            "Evictor = Small",
+            "expected",
+        ),
         "head first": (("in reversed(blocks)", "in blocks"), "from the back"),
         "count ignored": (
             (
@@ -163,6 +188,13 @@ WRONG = {
         ),
     },
     "07.radix_tree": {
+        "256 tokens at most": (
+            "class Small(RadixTree):\n"
+            "    def match(self, tokens):\n"
+            "        return super().match(tokens[:256])\n"
+            "RadixTree = Small",
+            "expected",
+        ),
         "whole edges only": (
             (
                 "            for token in stretch:",
@@ -227,6 +259,15 @@ WRONG = {
         ),
     },
     "07.admit": {
+        "16 keys looked up": (
+            "right = admit\n"
+            "def admit(keys, free, counts, block_of, key_of):\n"
+            "    for key in keys[16:]:\n"
+            "        if key in block_of:\n"
+            "            del key_of[block_of.pop(key)]\n"
+            "    return right(keys, free, counts, block_of, key_of)",
+            "expected",
+        ),
         "order mended, stale key left": ((FORGET, "        pass"), "old key"),
         "stale key mended, order left": (
             "def admit(keys, free, counts, block_of, key_of):\n"

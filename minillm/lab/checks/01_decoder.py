@@ -55,8 +55,8 @@ def _slip(**slip):
     ],
 )
 def rms_norm(rng):
-    shapes = [(4, 16), (2, 3, 32), (7,), (1, 5, 1, 24), (16, 16)]
-    for shape, scale, eps in zip(shapes, (1.0, 0.05, 2.0, 1e-3, 1.0), (1e-5, 1e-2, 1e-5, 1e-4, 0.3)):
+    shapes = [(4, 16), (2, 3, 32), (7,), (1, 5, 1, 24), (16, 16), (3, 1501)]
+    for shape, scale, eps in zip(shapes, (1.0, 0.05, 2.0, 1e-3, 1.0, 1.0), (1e-5, 1e-2, 1e-5, 1e-4, 0.3, 1e-5)):
         x, weight = rng.tensor(*shape, scale=scale) + 0.7 * scale, rng.tensor(shape[-1])
         yield Case((x, weight, eps), _norm(x, weight, eps), dtype=torch.float32)
     x = torch.cat((torch.zeros(1, 8), rng.tensor(1, 8)))  # a row of zeros stays zeros
@@ -232,6 +232,7 @@ def attention(rng):
         (3, 8, 1, 1, 9, 4, 4, 1.0),
         (1, 8, 4, 2, 6, 8, 12, 1.0),
         (2, 4, 4, 6, 11, 8, 8, 12.0),
+        (1, 6, 3, 37, 301, 16, 16, 1.0),
     ):
         q, k = rng.tensor(batch, heads, time, dim, scale=scale), rng.tensor(batch, kv_heads, length, dim, scale=scale)
         v = rng.tensor(batch, kv_heads, length, v_dim)

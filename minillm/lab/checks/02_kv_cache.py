@@ -172,7 +172,7 @@ MASKS = {
 )
 def causal_mask(rng):
     sizes = [(2, 4), (4, 4), (1, 6), (1, 1), (5, 12), (3, 9)]
-    for time, length in [*sizes, *((rng.randint(2, 6), rng.randint(7, 15)) for _ in range(2))]:
+    for time, length in [*sizes, *((rng.randint(2, 6), rng.randint(7, 15)) for _ in range(2)), (37, 301)]:
         yield Case((time, length), rows(time, length, lambda i, j, p: j <= p + i))
 
 
@@ -240,11 +240,11 @@ CACHES = {
 @register("02.cache", points=4, title="A cache of your own", hints=slips(CACHES), limit_s=10)
 def cache(rng):
     plans = [(1, 1, 2, 2, 4, [3]), (1, 1, 4, 4, 8, [5, 1, 1]), (3, 1, 4, 2, 8, [4, 1, 1])]
-    plans += [(2, 3, 6, 2, 4, [3, 4, 1, 2]), (2, 2, 4, 1, 6, [1, 1, 3])]
+    plans += [(2, 3, 6, 2, 4, [3, 4, 1, 2]), (2, 2, 4, 1, 6, [1, 1, 3]), (1, 1, 4, 2, 8, [200, 1, 70, 1, 3])]
     for layers, batch, heads, kv_heads, dim, chunks in plans:
         calls = make_calls(rng, chunks, layers, batch, heads, kv_heads, dim)
         what = f"Cache (layers={layers}, batch={batch}, heads={heads}/{kv_heads}), calls of {chunks} tokens"
-        run = drive(small(layers, heads, kv_heads, dim), batch, 24, calls)
+        run = drive(small(layers, heads, kv_heads, dim), batch, max(24, sum(chunks)), calls)
         yield Drive(run, outputs(calls), what)
     expected = [torch.tensor([[0, 1, 2]]), torch.tensor([[3]]), torch.tensor([[4, 5]])]
     yield Drive(run_positions, expected, "positions of calls of 3, 1 and 2 tokens")

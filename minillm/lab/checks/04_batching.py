@@ -67,7 +67,8 @@ def left_pad(rng):
         )
         for _ in range(3)
     ]
-    for prompts, pad_id in fixed + random:
+    long = [[rng.randint(0, 150_000) for _ in range(rng.randint(1, 300))] for _ in range(40)]
+    for prompts, pad_id in [*fixed, *random, (long, 151_643)]:
         yield Case((prompts, pad_id), rectangle(prompts, pad_id))
 
 
@@ -134,6 +135,8 @@ def static_waste(rng):
         count = rng.randint(5, 14)
         prompts = [rng.randint(1, 60) for _ in range(count)]
         fixed.append((prompts, [rng.randint(1, 80) for _ in prompts], rng.randint(2, 4)))
+    prompts = [rng.randint(1, 700) for _ in range(101)]
+    fixed.append((prompts, [rng.randint(1, 300) for _ in prompts], 32))
     for args in fixed:
         yield Case(args, exact_waste(*args), rtol=1e-3, atol=1e-9)
 
@@ -188,6 +191,7 @@ def batches(rng):
             now += rng.choice([0.0, 0.25, 0.5, 1.0, 3.0])  # sums without rounding
             arrivals.append(now)
         fixed.append((arrivals, rng.randint(2, 4), rng.choice([0.75, 1.0, 1.5])))
+    fixed.append(([i / 64 for i in range(300)], 40, 1.0))
     for args in fixed:
         yield Case(args, ticking(*args))
 
@@ -338,8 +342,9 @@ def serve(rng):
     same = [([3, 1, 4], 5), ([3, 1, 4], 2), ([3, 1, 4], 5)]
     plans = [(requests(3, 6), 1, None), (requests(7, 9), 3, None), ([], 2, None), (requests(2, 5), 8, None)]
     plans += [([([5], 1)] * 5, 2, None), (same, 2, None), (requests(12, 12), 4, EOS), (requests(9, 20), 2, EOS)]
+    plans.append((requests(70, 60), 33, None))
     for asked, slots, eos in plans:
-        limits = [count for _, count in asked]
+        limits = [count for _, count in asked[:12]] + ["..."] * (len(asked) > 12)
         what = f"serve, max_tokens {limits}, slots={slots}, eos={eos}"
         yield Drive(drive(asked, slots, eos), expect(asked, slots, eos), what)
 
@@ -412,6 +417,11 @@ def choose(rng):
         args = (logits, torch.tensor(temperatures), noise)
         call = f"choose(logits, temperatures={temperatures[:6]}{' ...' * (rows > 6)}, noise)"
         yield Case(args, row_by_row(*args), call=call, dtype=torch.int64)
+    rows, vocab = 5, 3001
+    logits, noise = rng.tensor(rows, vocab), torch.empty(rows, vocab).exponential_(generator=rng.generator) + 1e-3
+    args = (logits, torch.tensor([0.0, 0.7, 0.0, 1.2, 0.3]), noise)
+    call = f"choose(logits, temperatures={args[1].tolist()}, noise), {vocab} tokens"
+    yield Case(args, row_by_row(*args), call=call, dtype=torch.int64)
 
 
 def given_advance(owners, waiting, answers, limits, tokens):

@@ -80,6 +80,7 @@ def slot_mapping(rng):
         blocks = rng.sample(range(40), rng.randint(3, 6))
         start = rng.randint(1, size * 2 - 1)
         plans.append((blocks, size, start, rng.randint(1, len(blocks) * size - start)))
+    plans.append((rng.sample(range(5000), 70), 33, 41, 2000))  # numbers that no byte holds, nor two of them
     for blocks, size, start, count in plans:
         everything = [slot for block in blocks for slot in range(block * size, block * size + size)]
         yield Case((blocks, size, start, count), everything[start : start + count])
@@ -175,6 +176,8 @@ def append(rng):
         blocks = rng.sample(range(30), held + rng.randint(1, 4))
         length = max(0, held * size - rng.randint(0, size - 1))
         plans.append((blocks[:held], length, rng.randint(1, 3 * size), size, blocks[held:]))
+    many = rng.sample(range(900), 200)
+    plans += [(many[:40], 40 * 29 - 3, 2000, 29, many[40:]), ([], 0, 8000, 129, many)]
     for plan in plans:
         blocks, length, count, size, free = plan
         call = f"append({blocks}, {length}, {count}, {size}, free={free}), then [result, blocks, free]"
@@ -311,19 +314,20 @@ def pool(rng):
     ]
     for num_blocks in (5, 7, 9):
         plans.append((num_blocks, random_plan(rng, num_blocks)))
+    plans.append((300, random_plan(rng, 300, most=70)))
     for num_blocks, plan in plans:
         what = f"Pool({num_blocks}), {len(plan)} operations; group i is what allocation i gave"
         yield operations(play(plan, num_blocks), PoolModel, what)
 
 
-def random_plan(rng, num_blocks, count=40):
+def random_plan(rng, num_blocks, count=40, most=4):
     """Operations on groups that somebody holds; some allocations cannot be met."""
     free, holders, sizes, plan = num_blocks, [], [], []
     for _ in range(count):
         alive = [i for i, n in enumerate(holders) if n]
         what = rng.choice(("allocate", "share", "free", "free")) if alive else "allocate"
         if what == "allocate":
-            size = rng.randint(1, 4)
+            size = rng.randint(1, most)
             if size <= free:
                 free -= size
                 holders.append(1)
@@ -490,6 +494,7 @@ def next_slot(rng):
             elif what == "leave":
                 alive.remove(i)
         plans.append((rng.randint(5, 10), size, plan))
+    plans.append((40, 19, [*text(90), ("fork", 0), ("write", 1), ("write", 0), *[("fork", 1)] * 20, ("write", 20)]))
     for num_blocks, size, plan in plans:
         what = f"next_slot for forked texts, {len(plan)} operations, {num_blocks} blocks of {size}"
         yield operations(perform(plan, num_blocks, size), written_out, what)
@@ -640,6 +645,7 @@ def admit(rng):
         held = rng.randint(1, 4)
         calls = [(rng.randint(0, held), rng.randint(17, 40), rng.random() < 0.3) for _ in range(8)]
         plans.append((held + rng.randint(3, 6), 4, held, calls))
+    plans.append((90, 17, 50, [(50, 1200, False), (50, 1530, False), (50, 1531, False), (33, 1000, True)]))
     for num_blocks, size, held, calls in plans:
         what = f"admit {len(calls)} times, {num_blocks} blocks of {size}, {held} held by the prefix's owner"
         yield operations(requests(num_blocks, size, held, calls), admit_by_hand, what)

@@ -52,6 +52,8 @@ def admit(rng):
     for _ in range(8):
         waiting = [rng.randint(1, 40) for _ in range(rng.randint(3, 9))]
         cases.append((waiting, rng.randint(1, 8), rng.randint(4, 24), rng.choice([1, 3, 4, 16]), rng.randint(0, 3)))
+    long = [rng.randint(1, 4000) for _ in range(90)]
+    cases += [(long, 80, 9000, 16, 40), (long, 300, 3001, 33, 5)]
     for waiting, slots, free, size, spare in cases:
         fitting = [
             k
@@ -131,6 +133,9 @@ def plan_step(rng):
             tokens = rng.randint(2, 30)
             requests.append((tokens, rng.choice([0, tokens - 1, tokens - 1, rng.randrange(tokens)])))
         cases.append((requests, rng.randint(2, 40)))
+    crowd = [(n, n - 1) for n in rng.sample(range(2, 3000), 70)] + [(rng.randint(2, 1500), 0) for _ in range(9)]
+    rng.shuffle(crowd)
+    cases += [(crowd, 2048), (crowd, 67)]
     for requests, budget in cases:
         # One token at a time: who is next in line for it?
         given = [0] * len(requests)
@@ -218,10 +223,13 @@ def make_room(rng):
         arrivals = rng.sample(range(30), 9)
         running = [(a, rng.randint(1, 5)) for a in arrivals[:6]]
         yield room_case(rng.randint(4, 16), running, sorted(arrivals[6:]), rng.randint(0, 3), rng)
+    arrivals = rng.sample(range(500), 60)
+    running = [(a, rng.randint(1, 9)) for a in arrivals[:40]]
+    yield room_case(sum(n for _, n in running) // 2, running, sorted(arrivals[40:]), 2, rng)
 
 
 def room_case(needed, running, queued, free, rng):
-    ids = list(range(60))
+    ids = list(range(400))
     rng.shuffle(ids)
     running = [(a, [ids.pop() for _ in range(n)], rng.randint(1, 9), rng.randint(1, 9)) for a, n in running]
     spare = [ids.pop() for _ in range(free)]
@@ -262,6 +270,7 @@ def room_case(needed, running, queued, free, rng):
         "sequences": states,
     }
     text = ", ".join(f"r{a} with {len(blocks)}" for a, blocks, *_ in running)
+    text = text if len(running) < 9 else f"{len(running)} requests with {sum(len(b) for _, b, *_ in running)}"
     text = f"make_room({needed}, [{text} blocks], {len(queued)} waiting, {len(spare)} free)"
     return Drive(run, expected, text, compare=compare_rooms)
 

@@ -98,6 +98,7 @@ def grows(got, expected, case) -> bool:
 )
 def block_keys(rng):
     a, b, c = ([rng.randrange(10**6) for _ in range(4)] for _ in range(3))
+    wide = [rng.randrange(10, 150_000) for _ in range(70)]
     groups = {
         "the same block after different ones": [(a + b, 4, ""), (c + b, 4, ""), (a + c, 4, ""), (b + b, 4, "")],
         "prompts with a partial last block": [(a + b[:3], 4, ""), (a + b, 4, ""), (a[:3], 4, ""), ([], 4, "")],
@@ -115,6 +116,7 @@ def block_keys(rng):
         "salts like tokens": [([1, 2, 3, 4], 2, "1,2"), ([1, 2, 1, 2], 2, ""), ([3, 4], 2, "1,2")],
         "one block after 600 others": [([i, 1], 1, "") for i in range(600)],
         "a long prompt": [(rng.choices(range(50), k=600), 4, "tenant")],
+        "blocks of 33": [([*wide[:at], 7, *wide[at + 1 :]], 33, "") for at in (0, 15, 16, 31, 32, 33, 65)],
     }
     few = [rng.choices(range(3), k=rng.randint(0, 9)) for _ in range(30)]
     groups["many short prompts"] = [(tokens, 2, rng.choice(["", "x"])) for tokens in few]
@@ -241,6 +243,14 @@ def longest_prefix(rng):
                 ]
                 text = f"longest_prefix on {len(asked)} prompts, blocks of {size}, keys: {name}"
                 yield Drive(run, expected, text + (", one block evicted" if missing else ""))
+    base = prompt(33 * 40, 150_000)
+    asked = [base, [*base, 7], base[:-1], [*base[: 33 * 25 + 32], 7], base[: 33 * 9 + 16] + prompt(90)]
+    store = stored([base], 33, honest)
+    expected = [expect_prefix(tokens, 33, store) for tokens in asked]
+    run = lambda answer: [answer(list(tokens), 33, dict(store), honest) for tokens in asked]  # noqa: E731
+    yield Drive(
+        run, expected, f"longest_prefix on {len(asked)} prompts of up to {len(base) + 1} tokens, blocks of 33"
+    )
 
 
 # 3. Eviction. A script of calls; the oracle keeps a list of (moment, block) and looks through all of it.
@@ -361,6 +371,10 @@ def evictor(rng):
                 if gone is not None:
                     stored_now.remove(gone)
         scripts.append(script + [evict] * 3)
+    crowd = rng.sample(range(10**5), 120)
+    scripts.append(
+        [hold(*crowd), go(*crowd[60:]), hold(*crowd[90:]), go(*crowd[:60]), *[evict] * 91, go(*crowd[90:]), evict]
+    )
     for script in scripts:
         yield Drive(
             lambda answer, script=script: run_script(answer, script), expect_script(script), script_text(script)
@@ -537,8 +551,13 @@ def radix_tree(rng):
             tokens = [rng.randrange(words) for _ in range(rng.randint(0, 9))]
             calls += [(rng.choice(["insert", "match"]), tokens)] + [edges] * (rng.random() < 0.2)
         scripts.append([*calls, edges])
+    base = [rng.randrange(150_000) for _ in range(400)]
+    cuts = [insert(*base[:at], 7, *base[at:]) for at in (399, 128, 33, 270)]
+    far = [match(*base[:at], 9) for at in (64, 129, 257, 400)]
+    scripts.append([insert(*base), *cuts, *far, match(*base[:33], 7, *base[33:200]), edges])
     for calls in scripts:
-        text = "; ".join(f"{call}({tokens if call != 'edges' else ''})" for call, tokens in calls[:7])
+        shown = [f"{tokens[:9]}{' ...' * (len(tokens) > 9)}" if call != "edges" else "" for call, tokens in calls[:7]]
+        text = "; ".join(f"{call}({tokens})" for (call, _), tokens in zip(calls, shown))
         text += "; ..." if len(calls) > 7 else ""
         yield Drive(lambda answer, calls=calls: run_tree(answer, calls), expect_tree(calls), text)
 
@@ -704,6 +723,9 @@ def admit(rng):
                 events.append(number)
                 held -= size
         yield pool_case(num_blocks, events)
+    long = [f"{rng.choice('ab') * 30}{i:03d}" for i in range(6)]
+    events = [e for i, word in enumerate(long) for e in (prefixes(word), i)]
+    yield pool_case(75, [*events, prefixes(long[-1] + "x" * 20)])
 
 
 def prefixes(word):
@@ -712,7 +734,7 @@ def prefixes(word):
 
 
 def pool_case(num_blocks, events):
-    shown = ["end of prompt " + str(e) if isinstance(e, int) else f"admit({e})" for e in events[:6]]
+    shown = ["end of prompt " + str(e) if isinstance(e, int) else f"admit({e[:9]})" for e in events[:6]]
     text = f"pool of {num_blocks}: " + "; ".join(shown) + ("; ..." if len(events) > 6 else "")
     return Drive(lambda answer: run_pool(answer, num_blocks, events), expect_pool(num_blocks, events), text)
 
