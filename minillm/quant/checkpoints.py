@@ -5,7 +5,7 @@ this is one more checkpoint format: it lists weights and reads them one at a tim
 shapes and names holds here too. `load_quantized(..., packed=True)` then puts chapter 11's packed linears in their
 place, with the file's own integers; where q, k and v were stored apart their rows are stacked.
 
-Written: compressed-tensors' pack-quantized (the format that vLLM's and transformers' loaders share), or GPTQ.
+Written: compressed-tensors' pack-quantized, or GPTQ; both are read by vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def load_quantized(
 def save_quantized(
     model: Decoder, quantized: Mapping[str, Quantized], folder: str | Path, layout: str = "compressed-tensors"
 ) -> None:
-    """A folder that vLLM, transformers (with compressed-tensors or GPTQModel) and `load_quantized` open.
+    """A folder for `load_quantized`, in a layout that vLLM and transformers read too.
 
     model: a Llama-type decoder without biases, which gives what is not quantised; quantized: integers of its linears
     by name, all under one scheme, as `gptq_model` and `awq_model` find them. layout: "compressed-tensors" or "gptq".
