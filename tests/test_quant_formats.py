@@ -8,6 +8,7 @@ from gguf.quants import dequantize, quantize
 
 from minillm import load_model
 from minillm.errors import ParamsError
+from minillm.model.hub import is_available
 from minillm.quant.affine import Scheme, fake_quantize
 from minillm.quant.formats import FORMATS, dequantize_blocks, pack_six, quantize_blocks, unpack_six
 
@@ -163,3 +164,23 @@ def test_ungrid_refuses_other_families():
         ungrid(Decoder(ModelConfig(60, 32, 64, 2, 4, 2, 8, 32, norm_kind="layer")))
     with pytest.raises(ParamsError, match="plain linears"):
         ungrid(quantize_model(load_model("tiny", dtype="float32", device="cpu")))
+
+
+@pytest.mark.skipif(not is_available("smollm2-135m"), reason="smollm2-135m is not pulled")
+def test_smollm2s_file_is_a_trap_and_ungrid_mends_it():
+    from minillm.quant.ungrid import distinct_in_groups, ungrid
+
+    model = load_model("smollm2-135m", dtype="float32", device="cpu")
+    matrices = [block.mlp.down.weight for block in (model.layers[0], model.layers[20])]
+    if distinct_in_groups(matrices[0]) > 16:
+        pytest.skip("these are the original 16-bit weights")
+    free = Scheme(4, False, "group", 32, "float")
+    stuck = max((fake_quantize(w, free) - w).norm() / w.norm() for w in matrices)
+    tokens = torch.randint(5, 49152, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = model(tokens)
+        after = ungrid(model)(tokens)
+    assert (after - before).abs().max() <= 1e-4 * before.abs().max()
+    assert stuck < 1e-3
+    for w in (block.mlp.down.weight for block in (model.layers[0], model.layers[20])):
+        assert (fake_quantize(w, free) - w).norm() / w.norm() > 0.05

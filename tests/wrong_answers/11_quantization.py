@@ -33,6 +33,11 @@ WRONG = {
             "zero",
         ),
         "zero not added": (("(x / scale[:, None] + zero[:, None])", "(x / scale[:, None])"), "not added"),
+        "not clamped": ((".round().clamp(0, 2**bits - 1)", ".round()"), "clamp after rounding"),
+        "steps from low": (
+            ("(x / scale[:, None] + zero[:, None]).round()", "((x - low[:, None]) / scale[:, None]).round()"),
+            "q: expected",
+        ),
         "signed maximum": (("x.abs().amax(-1) / top", "x.amax(-1) / top"), "absolute"),
         "floats": (
             ("return q.to(torch.int32), scale, torch.zeros_like(scale)", "return q, scale, torch.zeros_like(scale)"),

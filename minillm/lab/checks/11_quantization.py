@@ -148,6 +148,31 @@ def quantise(rng):
     for bits, symmetric, side in plans:
         x, q, scale, zero = on_grid(rng, rng.randint(2, 6), rng.randint(9, 40), bits, symmetric, side)
         yield Case((x, bits, symmetric), (q, scale, zero), compare=same_grid)
+    tie = torch.tensor([[-7.5, 7.5, 2.0, -3.0, 0.0]])
+    clamp = "q must stay in 0 .. 2^bits - 1: clamp after rounding"
+    too_large = Hint(clamp, when=lambda got, *_: len(got) == 3 and int(tensor_of(got[0]).max()) > 15)
+    yield Case(
+        (tie, 4, False),
+        (torch.tensor([[0, 15, 10, 5, 8]]), torch.ones(1), torch.tensor([8.0])),
+        compare=in_range,
+        hints=[too_large],
+    )
+
+
+def in_range(got, expected):
+    """The range -7.5 .. 7.5 in steps of 1: zero is a tie, and 7.5 + 8 rounds to 16, which no 4 bits hold."""
+    parts = [tensor_of(part) for part in got] if isinstance(got, (tuple, list)) and len(got) == 3 else [None]
+    if any(part is None for part in parts) or parts[0].shape != (1, 5):
+        return "expected (q, scale, zero), q of shape [1, 5]"
+    q, zero = parts[0].flatten().tolist(), parts[2].flatten().tolist()
+    ends = {7: (0, 14, 15), 8: (0, 15, 15)}.get(zero[0]) if len(zero) == 1 else None
+    if ends is None:
+        return f"zero: expected 8 (or 7, the tie rounded down), got {zero}"
+    wanted = [(-7.5, (0, 1)), (7.5, ends[1:]), (2.0, (2 + zero[0],)), (-3.0, (zero[0] - 3,)), (0.0, (zero[0],))]
+    for (x, codes), one in zip(wanted, q):
+        if one not in codes:
+            return f"q of {x}: expected {codes[0]:.0f}, got {one}"
+    return None
 
 
 def kind_of_q(got) -> str:
