@@ -22,6 +22,7 @@ from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
 from minillm.engine.request import RequestGroup
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.generate import check_prompt
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
@@ -46,6 +47,7 @@ class LLM:
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
     attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
     quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
+    compile: decode steps run as graphs that torch.compile makes, on a CPU (chapter 10); the first steps take seconds.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
     num_host_blocks, keep_log; what each means stands there.
     """
@@ -66,6 +68,7 @@ class LLM:
         policy: str = "fcfs",
         attention: str = "auto",
         quantization: str | None = None,
+        compile: bool = False,
         seed: int | None = None,
         **more: Any,
     ) -> None:
@@ -87,8 +90,11 @@ class LLM:
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
+        if not isinstance(compile, bool):
+            raise ParamsError(illegal("compile", compile, "must be True or False"))
         check_name(quantization)
-        self.model = pack_linears(quantize_by_name(load_model(model, dtype=dtype, device=device), quantization))
+        loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
+        self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))

@@ -29,6 +29,7 @@ from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
 from minillm.kernels.decoding_reference import paged_attention
 from minillm.kernels.launch import why_not
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
 from minillm.model.generate import generate_naive
@@ -246,6 +247,26 @@ def test_the_engine_emits_the_same_tokens(option, monkeypatch):
     model = model_of(option)
     got, _ = emit_engine(pack_linears(model) if option["layout"] == "packed" else model, option)
     for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
+        assert_same(model_of(option), prompt, tokens, wanted)
+
+
+@functools.lru_cache
+def compiled_model() -> CompiledDecoder:
+    return CompiledDecoder(model_of({"heads": "gqa", "window": None}))
+
+
+COMPILED = {name: values for name, values in ENGINE.items() if name not in ("layout", "heads", "window", "attention")}
+
+
+@pytest.mark.parametrize("option", pairwise(COMPILED), ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_the_engine_emits_the_same_tokens_compiled(option):
+    """One model for all options: its three graphs are made once, and must hold for every shape that comes."""
+    option = option | {"heads": "gqa", "window": None, "layout": "packed", "attention": "sdpa"}
+    fast = compiled_model()
+    got, _ = emit_engine(fast, option)
+    if fast.why_eager is not None:
+        pytest.skip(fast.why_eager)
+    for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected_texts("gqa", None) * 2, strict=True):
         assert_same(model_of(option), prompt, tokens, wanted)
 
 

@@ -3,10 +3,11 @@
 Chapter 02 (decode is bound by reading weights, so how they are read decides). Both classes go in through the seam
 `replace_linears`, and only where they pay:
 
-- float32: torch's x @ W.T takes one dot product a row of W; oneDNN reads W in blocks that suit the vector registers.
-  `PackedLinear` rewrites W once into that order. It calls the operator that torch.compile emits for frozen weights.
-- bfloat16 and float16 on a processor without instructions for them: torch multiplies one row of x at a time. For
-  more than a few rows `UpcastLinear` turns a slice of W into float32, multiplies, and goes to the next slice.
+- float32, and 16 bits on a processor with instructions for them: torch's x @ W.T takes one dot product a row of W;
+  oneDNN reads W in blocks that suit the vector registers. `PackedLinear` rewrites W once into that order. It calls
+  the operator that torch.compile emits for frozen weights.
+- 16 bits on a processor without such instructions: torch multiplies one row of x at a time. For more than a few rows
+  `UpcastLinear` turns a slice of W into float32, multiplies, and goes to the next slice.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ from minillm.model.decoder import Decoder, replace_linears
 SLICE_ELEMENTS = 1 << 20  # weights that are float32 at one time: 4 MB, less than a last-level cache
 FEW_ROWS = 5  # up to here torch's row-at-a-time product takes less time than a conversion would
 
+# What oneDNN can multiply, and the operator that says whether this processor has instructions for it (None: all do).
+NATIVE = {
+    torch.float32: None,
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+
 
 class PackedLinear(nn.Module):
-    """y = x @ W.T + b with W in oneDNN's blocked order. x [..., in] float32 -> [..., out]. Inference only."""
+    """y = x @ W.T + b with W in oneDNN's blocked order. x [..., in] in W's dtype -> [..., out]. Inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -58,14 +66,12 @@ def faster_linear(linear: nn.Linear) -> nn.Module | None:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     ops = torch.ops.mkldnn
-    if weight.dtype == torch.float32 and hasattr(ops, "_linear_pointwise"):
+    if not hasattr(ops, "_linear_pointwise") or weight.dtype not in NATIVE:
+        return None
+    native = NATIVE[weight.dtype]
+    if native is None or (hasattr(ops, native) and getattr(ops, native)()):
         return PackedLinear(linear)
-    native = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(
-        weight.dtype
-    )
-    if native is not None and hasattr(ops, native) and not getattr(ops, native)():
-        return UpcastLinear(linear)
-    return None
+    return UpcastLinear(linear)
 
 
 def pack_linears(model: Decoder) -> Decoder:

@@ -1,0 +1,257 @@
+"""torch.compile for the decode step: the same layers, in a few generated kernels instead of hundreds of calls.
+
+Chapter 10. PyTorch 2, Ansel et al. 2024 (ASPLOS, doi 10.1145/3620665.3640366). A decode step spends much of its time
+between kernels. Compiled, norms, RoPE, activations and residuals melt into the loops around them. Two graphs:
+
+- few rows (1 or 2): a product is written as multiply and sum, which the compiler turns into one pass over W in the
+  order it lies in memory, with all that comes before and after it in the same loop. Shapes are frozen: one graph a
+  number of rows, made the first time it is needed.
+- more rows: the products stay library calls on packed weights (`layout`), for there arithmetic sets the time; what
+  lies between is compiled once, for any number of rows.
+
+Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator. So
+float32 weights are held in two layouts (the head's are not, where they are the embedding), and making a graph takes
+seconds: `compile_seconds` says how many.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import shutil
+import time
+import warnings
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from minillm.model.attention import LayerInfo
+from minillm.model.config import ModelConfig
+from minillm.model.decoder import Decoder, KVCache
+from minillm.model.layout import pack_linears
+from minillm.model.rope import cos_sin, inverse_frequencies
+
+log = logging.getLogger(__name__)
+
+FEW_ROWS = 2  # from 3 rows on, oneDNN's blocked product is as fast as a pass over W that sums a row after another
+MANY = 0  # the key of the graph for more rows in compile_seconds
+
+
+class RowLinear(nn.Module):
+    """y = x @ W.T + b for a few rows, as multiply and sum in float32: right anywhere, fast only when compiled.
+
+    Row by row, so that the compiler reads a row of W once and has a sum for each row of x beside it.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()  # [out, in]; in the loop, never whole
+        y = torch.stack([(weight * row.float()).sum(-1) for row in x.unbind(0)])  # [rows, out]
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+class CalledLinear(nn.Module):
+    """A linear that the compiler does not look into: it is called as it is, packed or quantised."""
+
+    def __init__(self, key: str, index: int, out_features: int) -> None:
+        super().__init__()
+        self.key, self.index, self.out_features = key, index, out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.minillm.linear(self.key, self.index, self.out_features, x)
+
+
+class FlatDecoder(Decoder):
+    """A Decoder that holds its rotary frequencies as tensors, so that a graph need not work them out at each step."""
+
+    frequencies: tuple[tuple[Tensor, float], tuple[Tensor, float]]
+
+    def rope_tables(self, positions: Tensor) -> tuple:
+        if self.config.positions != "rope":
+            return None, None
+        plain, local = self.frequencies
+        tables = cos_sin(positions, *plain)
+        return tables, (cos_sin(positions, *local) if self.config.local_layers else tables)
+
+
+class CompiledDecoder:
+    """A Decoder to call like any other: `hidden`, `logits`, and itself; what goes through a cache runs compiled.
+    Takes the model over: its linears are packed in place.
+
+    compile_seconds: rows (MANY: any above FEW_ROWS) -> seconds that their graph took to make.
+    why_eager: None, or one line that says why nothing is compiled here.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.compile_seconds: dict[int, float] = {}
+        self.why_eager = why_not(model)
+        if self.why_eager is None:
+            self.layers = [block.attn.layer for block in model.layers]
+            self.key = f"model {next(_KEYS)}"
+            _MODELS[self.key] = self
+            linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+            called = {
+                name: CalledLinear(self.key, i, linear.out_features)
+                for i, (name, linear) in enumerate(linears.items())
+            }
+            plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
+            self.few = flat_copy(model, called | {name: RowLinear(linear) for name, linear in plain.items()})
+            self.many = flat_copy(model, called)
+            options = {"guard_filter_fn": only_inputs}
+            self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
+            self._few_logits = torch.compile(_logits, dynamic=False, fullgraph=True, options=options)
+            self._many = torch.compile(_hidden, dynamic=True, fullgraph=True, options=options)
+        else:
+            log.info("decode runs uncompiled: %s", self.why_eager)
+        self.model = pack_linears(model)
+        if self.why_eager is None:
+            self.linears = [self.model.get_submodule(name) for name in linears]
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        rows = tokens.numel()
+        if cache is None or not self._ready(rows):
+            return self.model.hidden(tokens, positions, cache)
+        positions = cache.positions(tokens.shape) if positions is None else positions
+        self.cache, self.lead = cache, tokens.shape
+        step, flat = (self._few, self.few) if rows <= FEW_ROWS else (self._many, self.many)
+        out = step(flat, self.key, flattened(tokens, 0, -1), flattened(positions, 0, -1))  # [rows, hidden]
+        self.cache = None
+        return out.unflatten(0, tokens.shape) if tokens.dim() > 1 else out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rows = hidden.numel() // self.config.hidden_size
+        if rows > FEW_ROWS or not self._ready(rows):
+            return self.model.logits(hidden)
+        out = self._few_logits(self.few, self.key, flattened(hidden, 0, -2))  # [rows, vocab]
+        return out.unflatten(0, hidden.shape[:-1]) if hidden.dim() > 2 else out
+
+    def __call__(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, positions, cache))
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What the graph calls: q, k, v [rows, heads, dim], handed to the cache in the caller's leading shape."""
+        q, k, v = (x.unflatten(0, self.lead) for x in (q, k, v))
+        return self.cache.attend(self.layers[index], q, k, v).flatten(0, -3).contiguous()
+
+    def _ready(self, rows: int) -> bool:
+        """Whether steps of this many rows run compiled; makes their graph the first time it is asked."""
+        if self.why_eager is not None or rows == 0:
+            return False
+        kind = rows if rows <= FEW_ROWS else MANY
+        if kind not in self.compile_seconds:
+            self._compile(kind)
+        return self.why_eager is None
+
+    @torch.inference_mode()
+    def _compile(self, kind: int) -> None:
+        """Run a step whose attention keeps nothing. A failure here is the compiler's: the model runs uncompiled."""
+        start = time.perf_counter()
+        rows = kind or 2 * FEW_ROWS + 1
+        self.cache, self.lead = Nothing(), (rows,)
+        tokens, positions = (torch.zeros(rows, dtype=torch.long) for _ in range(2))  # one passed twice would stay one
+        try:
+            with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1024):
+                warnings.simplefilter("ignore")
+                if kind == MANY:
+                    self._many(self.many, self.key, tokens, positions)
+                else:
+                    self._few_logits(self.few, self.key, self._few(self.few, self.key, tokens, positions))
+        except Exception as error:  # no single base class covers dynamo, inductor and the C++ compiler
+            self.why_eager = f"torch.compile failed: {str(error).strip().splitlines()[0]}"
+            log.warning("decode runs uncompiled: %s", self.why_eager)
+        self.compile_seconds[kind] = time.perf_counter() - start
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+
+class Nothing:
+    """A cache for the first run of a graph: it keeps nothing and gives back zeros."""
+
+    def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+
+
+def why_not(model: Decoder) -> str | None:
+    """Why this model cannot be compiled here; None: it can."""
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}, where a CUDA graph does the same"
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
+        return "torch.compile needs a C++ compiler, and there is none"
+    return None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear, and whatever stands in for one: packed, quantised."""
+    return hasattr(module, "out_features")
+
+
+def flat_copy(model: Decoder, linears: dict[str, nn.Module]) -> FlatDecoder:
+    """The same weights, not copied, under other linears."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    skipped = {id(model.get_submodule(name)): linears[name] for name in linears}
+    flat = copy.deepcopy(model, shared | skipped)
+    flat.__class__ = FlatDecoder
+    if model.config.positions == "rope":
+        flat.frequencies = tuple(inverse_frequencies(model.config, local, model.device) for local in (False, True))
+    return flat
+
+
+def flattened(x: Tensor, start: int, end: int) -> Tensor:
+    """A copy with the strides that the graph was made for: a view of one row may have any."""
+    return x.flatten(start, end).clone(memory_format=torch.contiguous_format)
+
+
+def _hidden(flat: FlatDecoder, key: str, tokens: Tensor, positions: Tensor) -> Tensor:
+    return flat.hidden(tokens, positions, Callback(key))
+
+
+def _logits(flat: FlatDecoder, key: str, hidden: Tensor) -> Tensor:
+    return flat.logits(hidden)
+
+
+class Callback:
+    """The cache that the compiler sees: one operator, which it does not look into."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.minillm.attend(self.key, layer.index, q, k, v)
+
+
+# An operator has a name but no `self`: its first argument says which model is meant.
+_KEYS = itertools.count()
+_MODELS: weakref.WeakValueDictionary[str, CompiledDecoder] = weakref.WeakValueDictionary()
+_LIBRARY = torch.library.Library("minillm", "DEF")
+_LIBRARY.define("attend(str key, int layer, Tensor q, Tensor k, Tensor v) -> Tensor")
+_LIBRARY.define("linear(str key, int index, int out_features, Tensor x) -> Tensor")
+_LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(index, q, k, v), "CPU")
+_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[index](x), "CPU")
+torch.library.register_fake(
+    "minillm::attend", lambda key, index, q, k, v: q.new_empty((*q.shape[:-1], v.shape[-1])), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "minillm::linear", lambda key, index, out, x: x.new_empty((*x.shape[:-1], out)), lib=_LIBRARY
+)
+
+INPUTS = {"key", "tokens", "positions", "hidden"}
+
+
+def only_inputs(entries) -> list[bool]:
+    """Check what changes between calls, the rows and whose weights; not the hundreds of weights that stay."""
+    return [entry.name.removeprefix("L['").removesuffix("']") in INPUTS for entry in entries]
