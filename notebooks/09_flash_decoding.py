@@ -368,8 +368,9 @@ reveal("09.merge_share", 2 * (outs.nbytes + lses.nbytes) / keys.nbytes)
 
 # %% [markdown]
 # *Saw teeth are the last wave: 17 splits x 8 heads are 136 programs on 132 SMs, so 4 of them run alone while 128 SMs
-# wait. That is why the split count is chosen, not fixed: the fewest splits within 10 % of the best.* At batch 64 the
-# grid is full without splits. The merge moves a tenth of a per cent or two of the bytes: at long context it is free.
+# wait. That is why the split count is chosen, not fixed: the fewest splits within 10 % of the best, here 15.* At
+# batch 64 the grid is full without splits. The merge moves a tenth of a per cent or two of the bytes: at long context
+# it is free.
 #
 # Two corrections for a real GPU: a second program on an SM hides the waits of the first, so the library counts two
 # slots an SM; and one SM cannot fetch at more than a few times its share, which is why idle SMs cannot be made up
@@ -396,7 +397,7 @@ for batch, context in sizes:
     times = bench.time_in_turn(inputs, methods, sets, pick(9, 3))
     rates[batch, context] = {name: inputs.nbytes / timing.median for name, timing in times.items()}
     ratio = np.median([g / s for g, s in zip(times["gathered"].samples, times["sdpa"].samples)])
-    shown = ", ".join(f"{name} {rate / roof.read_bandwidth:.0%}" for name, rate in rates[batch, context].items())
+    shown = ", ".join(f"{name} {rate / roof.read_bandwidth:.1%}" for name, rate in rates[batch, context].items())
     print(f"batch {batch}, context {context:5d}: of the read bandwidth {shown}; gather / in place {ratio:.2f} x")
 reveal("09.gather", ratio)
 plots.beside(
@@ -495,14 +496,15 @@ def draw(ax, batch, kv_heads, context, splits):
     mine, best = grids[splits - 1], choose_splits(batch * kv_heads, context, SMS, most=64)
     ax.plot(best, grids[best - 1].steps, "s", color=plots.GREEN, markersize=8)
     ax.plot(splits, mine.steps, "o", color=plots.RED, markersize=7)
-    ax.set(xlabel="splits", ylabel="tiles one after another", ylim=(0, None))
-    text = (
-        f"{mine.programs * mine.busy_splits} programs, {mine.waves} waves, {mine.occupancy:.0%} of {SMS} SMs at work"
-    )
+    ax.set(xlabel="splits", ylim=(0, None))
     if ax.figure.axes == [ax]:
+        text = f"{mine.programs * mine.busy_splits} programs, {mine.waves} waves, {mine.occupancy:.0%} of {SMS} SMs"
         ax.set_title(f"{text}; {mine.steps} steps, best {min(g.steps for g in grids)}")
+        ax.set_ylabel("tiles one after another")
     else:
-        ax.set_xlabel(text.replace(", ", "\n", 1), fontsize=8)
+        ax.set_xlabel(
+            f"{splits} splits: waves {mine.waves},\n{mine.occupancy:.0%} of SMs, steps {mine.steps}", fontsize=8
+        )
 
 
 explore(
@@ -530,7 +532,7 @@ explore(
 #   (`09.merge_share`) and where the saw teeth come from (section 6).
 # - *Follow-up: does prefill need it?* No: tiles of queries fill the GPU. A chunk of a few tokens at a long context
 #   does.
-# - *The number:* 8 / 132; 16 splits at batch 1.
+# - *The number:* 8 / 132; 15 or 16 splits at batch 1.
 #
 # **"Why is the merge exact?"**
 # - *20 seconds.* A part's LSE is the log of its own denominator. Times it, the output is the numerator. Numerators

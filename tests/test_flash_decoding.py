@@ -162,7 +162,7 @@ def test_merging_parts_is_softmax_over_all(parts):
     values = torch.randn(3, 200, 4, generator=generator)
     cuts = sorted(rng.choices(range(201), k=parts - 1))
     bounds = list(zip([0, *cuts], [*cuts, 200]))
-    outs, lses = torch.zeros(parts, 3, 4), torch.full((parts, 3), -math.inf)
+    outs, lses = torch.full((parts, 3, 4), math.nan), torch.full((parts, 3), -math.inf)
     for i, (begin, end) in enumerate(bounds):
         if begin < end:
             outs[i] = (scores[:, begin:end].softmax(1)[:, None] @ values[:, begin:end])[:, 0]

@@ -74,8 +74,10 @@ def attend_split(
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs [splits, ..., dim] and lses [splits, ...] of parts of the keys -> out [..., dim], lse [...] of all.
 
-    A part with LSE -inf saw nothing and weighs nothing; where no part saw anything, the result is 0 and -inf.
+    A part with LSE -inf saw nothing and weighs nothing, whatever stands in its out; where no part saw anything, the
+    result is 0 and -inf.
     """
+    outs = torch.where((lses == float("-inf")).unsqueeze(-1), 0.0, outs)
     m = lses.amax(0)  # [...]
     base = m.masked_fill(m == float("-inf"), 0.0)
     weights = torch.exp(lses - base)  # [splits, ...]
