@@ -23,7 +23,7 @@ BENCH_MODULES = (
     "minillm.measure.quantized_bench",
     "minillm.measure.attention_bench",
     "minillm.measure.decode_attention_bench",
-    "minillm.measure.compiled_bench",
+    "minillm.engine.compiled_bench",
     "minillm.measure.fused_bench",
     "minillm.engine.graphs_bench",
     "minillm.engine.course_bench",
@@ -70,7 +70,8 @@ def tour(
         raise stop(str(error)) from None
     if as_json:
         about = {"model": name, "dtype": str(decoder.dtype).removeprefix("torch."), "machine": str(machine)}
-        about |= {"device": machine.device, "prompt_tokens": len(prompt), "new_tokens": tokens}
+        about |= {"device": machine.device, "threads": machine.threads, "busy": machine.busy}
+        about |= {"prompt_tokens": len(prompt), "new_tokens": tokens}
         typer.echo(json.dumps(about | {"rungs": [s.as_dict() for s in steps]}, indent=2))
     else:
         show_tour(steps)

@@ -169,3 +169,15 @@ def test_row_linear_equals_float64(rows, dtype, bias):
 def test_compile_must_be_a_flag():
     with pytest.raises(ParamsError, match="compile='yes'"):
         LLM("tiny", compile="yes")
+
+
+@needs_compiler
+def test_the_benchmark_checks_tokens_and_times_both_sides():
+    from minillm.engine.compiled_bench import bench_compile
+
+    figures = {f.name: f for f in bench_compile(("tiny",), (1,), ("float32",), prompt=3, tokens=4, repeats=1)}
+    assert set(figures) == {
+        f"compile.tiny.float32.{k}" for k in ("batch1.uncompiled", "batch1.rate", "batch1.ratio", "seconds")
+    }
+    rate, plain, ratio = (figures[f"compile.tiny.float32.batch1.{k}"].value for k in ("rate", "uncompiled", "ratio"))
+    assert ratio == pytest.approx(rate / plain) and figures["compile.tiny.float32.seconds"].value > 0

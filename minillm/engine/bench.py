@@ -8,6 +8,8 @@ bookkeeping with a long queue, without any model.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from minillm.measure.bench import NotMeasured, as_transformers, check_same_logit
 from minillm.measure.clock import Timing, seconds
 from minillm.measure.ladder import agreement
 from minillm.measure.records import Figure, figure
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.hub import is_available
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
@@ -52,14 +55,21 @@ def bench_throughput(
         theirs = as_transformers(ours)
         check_same_logits(ours, theirs, 1e-3 if dtype == "float32" else 0.1)
         work = requests(count, ours.config.vocab_size)
-        pack_linears(ours)
-        engine = Engine(ours, options_for(work), eos_ids=())
+        compiled = CompiledDecoder(copy.deepcopy(ours))
+        engine = Engine(pack_linears(ours), options_for(work), eos_ids=())
         assert engine.runner.cache.nbytes == cache_bytes(ours.config, engine.options.num_blocks, BLOCK, ours.dtype)
         texts, share = run_engine(engine, work), bookkeeping_share(engine, work)  # both warm up
+        engines = {"engine": engine}
+        if compiled.why_eager is None:
+            engines["engine.compiled"] = Engine(compiled, options_for(work), eos_ids=())
+            same = agreement(texts, run_engine(engines["engine.compiled"], work))
+            if dtype == "float32" and same < 0.9:
+                raise RuntimeError(f"compiled, only {same:.0%} of the tokens are equal")
         peers = {"transformers.generate_batch": continuous, "transformers.generate": padded}
-        samples: dict[str, list[float]] = {name: [] for name in ("engine", *peers)}
+        samples: dict[str, list[float]] = {name: [] for name in (*engines, *peers)}
         for _ in range(repeats):
-            samples["engine"].append(seconds(lambda: run_engine(engine, work)))  # noqa: B023
+            for name, each in engines.items():
+                samples[name].append(seconds(lambda: run_engine(each, work)))  # noqa: B023
             for name, peer in peers.items():
                 took, peer_texts = peer(theirs, work)
                 samples[name].append(took)
@@ -80,10 +90,10 @@ def bench_throughput(
                 model=model,
                 workload=about,
             )
-        for name in peers:
-            ratio = Timing(tuple(peer / mine for peer, mine in zip(samples[name], samples["engine"])))
+        for mine, name in itertools.product(engines, peers):
+            ratio = Timing(tuple(theirs / ours for theirs, ours in zip(samples[name], samples[mine])))
             yield figure(
-                f"throughput.{dtype}.over_{name}",
+                f"throughput.{dtype}.{mine}.over_{name}",
                 ratio.median,
                 "x",
                 spread=ratio.quartiles,

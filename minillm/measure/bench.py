@@ -6,6 +6,7 @@ transformers' `generate`. Each benchmark checks values before it times, and retu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +19,7 @@ from minillm.measure.clock import Paired, paired
 from minillm.measure.counts import forward_counts
 from minillm.measure.machine import ceilings
 from minillm.measure.records import Figure, figure
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.decoder import Decoder
 from minillm.model.export import hf_weights
 from minillm.model.hub import is_available
@@ -37,7 +39,8 @@ def bench_decode(
     tokens: int = 32,
     repeats: int = 5,
 ) -> Iterator[Figure]:
-    """Decode tokens/s against transformers' `generate`, and the share of the measured read bandwidth."""
+    """Decode tokens/s against transformers' `generate`, and the share of the measured read bandwidth; packed weights,
+    and, where there is a compiler for it, the compiled step of chapter 10."""
     if not is_available(model):
         raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
     try:
@@ -52,14 +55,30 @@ def bench_decode(
         theirs = as_transformers(ours)
         tolerance = 1e-4 if dtype == "float32" else 0.1
         check_same_logits(ours, theirs, tolerance)
-        pack_linears(ours)
+        compiled = CompiledDecoder(copy.deepcopy(ours))
+        runs = {f"decode.{dtype}": pack_linears(ours)}
+        if compiled.why_eager is None:
+            runs[f"decode.compiled.{dtype}"] = compiled
         for batch in batches:
-            yield from _decode_figures(
-                model, ours, theirs, dtype, batch, prompt, tokens, repeats, roof.read_bandwidth
-            )
+            for prefix, decoder in runs.items():
+                yield from _decode_figures(
+                    f"{prefix}.batch{batch}",
+                    model,
+                    decoder,
+                    theirs,
+                    dtype,
+                    batch,
+                    prompt,
+                    tokens,
+                    repeats,
+                    roof.read_bandwidth,
+                )
+        for rows, seconds in compiled.compile_seconds.items():
+            name = f"decode.compiled.{dtype}.compile_seconds.{rows or 'more'}_rows"
+            yield figure(name, seconds, "s", model=model, workload={"dtype": dtype})
 
 
-def _decode_figures(name, ours, theirs, dtype, batch, prompt, tokens, repeats, bandwidth) -> Iterator[Figure]:
+def _decode_figures(prefix, name, ours, theirs, dtype, batch, prompt, tokens, repeats, bandwidth) -> Iterator[Figure]:
     workload = {
         "dtype": dtype,
         "batch": batch,
@@ -69,10 +88,9 @@ def _decode_figures(name, ours, theirs, dtype, batch, prompt, tokens, repeats, b
     }
     result, steps = decode_pair(ours, theirs, batch, prompt, tokens, repeats)
     middle = prompt + tokens // 2
-    counts = forward_counts(ours.config, 1, middle, batch, dtype_bytes=ours.embed.weight.element_size())
+    counts = forward_counts(ours.config, 1, middle, batch, dtype_bytes=ours.dtype.itemsize)
     rate, peer = (batch * steps / timing.median for timing in (result.b, result.a))
     moved = counts.total_bytes / (result.b.median / steps)
-    prefix = f"decode.{dtype}.batch{batch}"
     yield figure(f"{prefix}.rate", rate, "tokens/s", model=name, workload=workload)
     yield figure(f"{prefix}.transformers", peer, "tokens/s", model=name, workload=workload)
     ratio = result.ratio
@@ -80,7 +98,9 @@ def _decode_figures(name, ours, theirs, dtype, batch, prompt, tokens, repeats, b
     yield figure(f"{prefix}.bandwidth_share", moved / bandwidth, "1", model=name, workload=workload)
 
 
-def decode_pair(ours: Decoder, theirs, batch: int, prompt: int, tokens: int, repeats: int) -> tuple[Paired, int]:
+def decode_pair(
+    ours: Decoder | CompiledDecoder, theirs, batch: int, prompt: int, tokens: int, repeats: int
+) -> tuple[Paired, int]:
     """(timings of theirs as a and ours as b, decode steps in one timing). Prefill is outside ours and theirs: each
     run of transformers is a generate of `tokens` new tokens less one of a single token, measured in the same pair."""
     generator = torch.Generator().manual_seed(0)
