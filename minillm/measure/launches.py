@@ -1,9 +1,10 @@
 """What a step launches: operations counted one by one, and the time between them.
 
-Chapter 10. On a GPU each operation that computes is at least one kernel launch; on a CPU it is one call into a kernel
-library. Both are counted at torch's dispatcher, below which no operation hides another. Views (reshape, split,
-transpose) and bare allocations launch nothing and are left out. Fusions and graphs are counted as one launch each by
-wrapping them in `LaunchCount.one`.
+Chapter 10. On a GPU each operation that computes is at least one kernel launch, on a CPU one library call. Both are
+counted at torch's dispatcher. Under `torch.inference_mode()` composite operations (linear, rms_norm,
+scaled_dot_product_attention) pass it whole and count as one, as on a GPU; without it they pass as their parts. Views
+(reshape, split, transpose) and bare allocations launch nothing and are left out. A fusion is counted as one launch by
+wrapping it in `LaunchCount.one`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import pairwise
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "detach"}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "detach", "detach_"}
 VIEWS = {"reshape", "flatten", "_unsafe_view", "_reshape_alias", "unflatten", "broadcast_tensors", "contiguous"}
 
 
