@@ -109,7 +109,8 @@ print(units.show(scores.nbytes, "B"))
 #
 # - *Peak bytes* of naive attention at n = 1,024: two matrices (scores, and what comes of them),
 #   `2 x heads x n x n x 4`.
-# - *How peak memory grows*: the exponent p of n^p, naive and tiled.
+# - *How peak memory grows*: the exponent p of n^p, naive. Tiled, the bytes that one more token adds: a row of the
+#   output, `heads x dim x 4`, and a log-sum-exp a head.
 # - *Share of blocks visited* if tiles are 64 x 64 and n = 1,024: above the diagonal nobody looks.
 #   `(n / B + 1) / (2 n / B)`.
 # - *Bytes moved*, naive against tiled, n = 4,096 with tiles of 128 queries. Naive: q, k, v and the output once, the
@@ -120,7 +121,7 @@ print(units.show(scores.nbytes, "B"))
 heads, dim, itemsize = 4, 64, 4
 predict("08.naive_peak", 2 * heads * 1024**2 * itemsize, "B")
 predict("08.naive_exponent", 2.0, "")
-predict("08.flash_exponent", 1.0, "")
+predict("08.tiled_a_token", heads * dim * itemsize + heads * 4, "B")
 predict("08.visited", (1024 / 64 + 1) / (2 * 1024 / 64), "")
 naive_numbers = 4 * 4096 * dim + 4 * 4096**2  # a head
 flash_numbers = 2 * 4096 * dim + 4096 / 128 / 2 * 2 * 4096 * dim
@@ -330,7 +331,7 @@ def peak(function, *tensors):
     return live.peak
 
 
-def tiled(q, k, v, block=128):
+def tiled(q, k, v, block=64):
     return flash_attention_reference(q, k, v, block_m=block, block_n=block)
 
 
@@ -341,14 +342,14 @@ for n in lengths:
     peaks["tiled"].append(peak(tiled, *random_qkv(n)))
 reveal("08.naive_peak", peaks["naive"][lengths.index(1024)])
 reveal("08.naive_exponent", plots.slope(lengths, peaks["naive"]))
-reveal("08.flash_exponent", plots.slope(lengths[-3:], peaks["tiled"][-3:]))
+reveal("08.tiled_a_token", (peaks["tiled"][-1] - peaks["tiled"][-2]) / (lengths[-1] - lengths[-2]))
 plots.scaling(lengths, peaks, "tokens", "B", "peak", "Peak memory of one attention, 4 heads of 64, float32")
 plt.show()
 llama = AttentionShape(1, 32, 32768, 32768, 128)
 print(f"one matrix of scores, 32 heads, 32,768 tokens, 16 bits: {units.show(score_bytes(llama, 2), 'B')}")
 
 # %% [markdown]
-# *The tiled line is its output, plus tiles of a fixed size that weigh at short lengths. A prompt of 32,768 tokens on
+# *The tiled line is its output and log-sum-exp, plus tiles of a fixed size, which weigh at short lengths. A prompt of 32,768 tokens on
 # a 32-head model would need 69 GB for one layer's scores: naive attention does not become slow there, it stops.*
 #
 # ### Bytes and blocks, counted
