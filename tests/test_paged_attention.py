@@ -1,5 +1,6 @@
 """Attention from paged blocks: any mix of decodes and chunks, any tables, equal to float64 and to the gather."""
 
+import copy
 import math
 import random
 
@@ -216,29 +217,31 @@ def test_the_cache_equals_each_request_alone(seed):
     rng, size, splits = random.Random(seed), (1, 3, 16)[seed], (1, 2, 1)[seed]
     windows, softcap = ((), (None, 3), (5, None))[seed], (None, None, 2.0)[seed]
     model = make_model(seed, torch.float32, windows=windows, attention_softcap=softcap, num_kv_heads=(1, 2, 2)[seed])
-    run = Packed(model, 30 if size < 16 else 6, size, rng)
-    run.cache = PagedCache(model.config, run.pool.num_blocks, size, torch.float32, attention="triton")
+    run = Packed(copy.deepcopy(model).to(DEVICE), 30 if size < 16 else 6, size, rng)
+    run.cache = PagedCache(model.config, run.pool.num_blocks, size, torch.float32, DEVICE, attention="triton")
     run.cache.k.fill_(math.nan)
     run.cache.v.fill_(math.nan)
     run.cache._kernels.splits = splits
     prompt, twin_end = [rng.randrange(61) for _ in range(10)], [5, 9]
     first, second = BlockTable(size), BlockTable(size)
-    got = [run.step([(first, prompt[:7])], padding=seed)[0], run.step([(first, prompt[7:])])[0]]
-    twin = first.fork(run.pool)
-    out = run.step([(second, [1, 2, 3]), (first, [4]), (twin, [5])], padding=2)
-    close(torch.cat([*got, out[1]]), alone(model, [*prompt, 4]))
-    close(out[0], alone(model, [1, 2, 3]))
-    (last,) = run.step([(twin, twin_end[1:])])
-    close(torch.cat([out[2], last]), alone(model, prompt + twin_end)[10:])
+    with torch.device(DEVICE):  # where the step's tensors are made
+        got = [run.step([(first, prompt[:7])], padding=seed)[0], run.step([(first, prompt[7:])])[0]]
+        twin = first.fork(run.pool)
+        out = run.step([(second, [1, 2, 3]), (first, [4]), (twin, [5])], padding=2)
+        (last,) = run.step([(twin, twin_end[1:])])
+    close(torch.cat([*got, out[1]]).cpu(), alone(model, [*prompt, 4]))
+    close(out[0].cpu(), alone(model, [1, 2, 3]))
+    close(torch.cat([out[2], last]).cpu(), alone(model, prompt + twin_end)[10:])
 
 
 def test_padding_gets_zeros_and_a_broken_request_poisons_nobody():
-    cache = PagedCache(make_model().config, 4, 4, attention="triton")
+    cache = PagedCache(make_model().config, 4, 4, device=DEVICE, attention="triton")
     cache.k.fill_(math.nan)
     cache.v.fill_(math.nan)
-    step = PagedStep(torch.tensor([4, 1, -1, -1]), torch.tensor([[1, 0], [0, 0]]), [1, 1], [1, 2], torch.zeros(4))
-    cache.begin(step)
-    q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
+    with torch.device(DEVICE):
+        slots, tables = torch.tensor([4, 1, -1, -1]), torch.tensor([[1, 0], [0, 0]])
+        cache.begin(PagedStep(slots, tables, [1, 1], [1, 2], torch.zeros(4)))
+        q, kv = torch.randn(4, 4, 8), torch.randn(4, 2, 8)
     out = cache.attend(make_model().layers[0].attn.layer, q, kv, kv)
     assert not out[2:].any() and torch.isfinite(out[0]).all()
     assert out[1].isnan().all()  # its first token was never written: that must be seen, not hidden

@@ -14,6 +14,7 @@ and several requests with common beginnings are in flight at once, twice, so tha
 cached.
 """
 
+import copy
 import functools
 import itertools
 import random
@@ -28,7 +29,7 @@ from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
 from minillm.kernels.decoding_reference import paged_attention
-from minillm.kernels.launch import why_not
+from minillm.kernels.launch import interpreted, why_not
 from minillm.model.compiled import CompiledDecoder
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
@@ -238,13 +239,15 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
 
 @pytest.mark.parametrize("option", pairwise(ENGINE), ids=lambda o: "-".join(str(v) for v in o.values()))
 def test_the_engine_emits_the_same_tokens(option, monkeypatch):
+    expected = expected_texts(option["heads"], option["window"])
+    model = model_of(option)
     if option["attention"] == "triton":
         if why_not() is not None:
             pytest.skip(why_not())
-        if not torch.cuda.is_available():
+        if interpreted():
             use_the_twins(monkeypatch)
-    expected = expected_texts(option["heads"], option["window"])
-    model = model_of(option)
+        else:
+            model = model.to("cuda")
     got, _ = emit_engine(pack_linears(model) if option["layout"] == "packed" else model, option)
     for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
         assert_same(model_of(option), prompt, tokens, wanted)
@@ -275,7 +278,7 @@ def test_the_paged_kernels_emit_the_same_tokens():
     """Two requests, a prompt in two chunks, five new tokens: every step through Triton."""
     model, prompts = model_of({"heads": "gqa", "window": 5}), shared_prompts()[2:4]
     options = EngineOptions(block_size=4, num_blocks=12, max_num_batched_tokens=7, max_num_seqs=2, attention="triton")
-    engine = Engine(model, options, eos_ids=())
+    engine = Engine(copy.deepcopy(model).to("cpu" if interpreted() else "cuda"), options, eos_ids=())
     groups = [engine.add(prompt, SamplingParams(max_tokens=5, temperature=0)) for prompt in prompts]
     while engine.has_work:
         engine.step()

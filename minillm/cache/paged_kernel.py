@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ParamsError, illegal
-from minillm.kernels.launch import FLOATS, require_triton, why_not
+from minillm.kernels.launch import FLOATS, interpreted, require_triton, why_not
 from minillm.model.attention import LayerInfo
 
 ATTENTION = ("auto", "naive", "sdpa", "triton")
@@ -24,11 +24,11 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str
         compiles = device.type == "cuda" and dtype in FLOATS and why_not() is None
         return "triton" if compiles else "sdpa"
     if name == "triton":
-        require_triton()
         if dtype not in FLOATS:
-            raise ParamsError(
-                illegal("attention", name, f"the kernels know float32, bfloat16 and float16, not {dtype}")
-            )
+            raise ParamsError(illegal("attention", name, f"kernels know float32, bfloat16 and float16, not {dtype}"))
+        require_triton()
+        if device.type != "cuda" and not interpreted():
+            raise ParamsError(illegal("attention", name, f"compiled kernels need a GPU; the cache is on {device}"))
     return name
 
 
