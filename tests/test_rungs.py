@@ -1,6 +1,8 @@
 """The rungs of many requests: what each is given is fair, and what each gives is what the naive loop gives."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from minillm import load_model
 from minillm.engine import rungs
 from minillm.engine.rungs import MANY, PREFIX, climb_many, many, prefix, tour_workloads
 from minillm.errors import ParamsError
-from minillm.measure.ladder import agreement, refuse_other_tokens
+from minillm.measure.ladder import RUNGS, agreement, refuse_other_tokens
 from minillm.model.generate import generate_naive
 
 
@@ -91,3 +93,13 @@ def test_near_ties_are_told_and_not_refused_in_16_bits():
     refuse_other_tokens("a", 0.95, torch.float32)
     with pytest.raises(RuntimeError, match="20% are equal"):
         refuse_other_tokens("a", 0.2, torch.float32)
+
+
+def test_the_readme_shows_every_rung_of_the_tour():
+    script = Path(__file__).parent.parent / "docs" / "readme_ladder.py"
+    spec = importlib.util.spec_from_file_location("readme_ladder", script)
+    ladder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ladder)
+    shown = ladder.README.read_text(encoding="utf-8").split(ladder.BEGIN)[1].split(ladder.END)[0]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines() if line.startswith("| ")]
+    assert [name for name in names if name != "rung"] == [rung.name for rung in (*RUNGS, *MANY, *PREFIX)]

@@ -142,7 +142,7 @@ PREFIX = (
 
 
 def climb_many(
-    model: Decoder, workloads: Sequence[tuple[Workload, Sequence[Rung]]], repeats: int = 2
+    model: Decoder, workloads: Sequence[tuple[Workload, Sequence[Rung]]], repeats: int = 1
 ) -> Iterator[Step]:
     """Measure each rung: a warm-up of the first request, then the best of `repeats` runs of the whole workload.
     TTFT and TPOT are medians over the requests."""
