@@ -22,6 +22,7 @@ from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
 from minillm.engine.request import RequestGroup
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
+from minillm.kernels.fused import try_fuse
 from minillm.model.compiled import CompiledDecoder
 from minillm.model.generate import check_prompt
 from minillm.model.layout import pack_linears
@@ -47,7 +48,8 @@ class LLM:
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
     attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
     quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
-    compile: decode steps run as graphs that torch.compile makes, on a CPU (chapter 10); the first steps take seconds.
+    compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
+    take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
     num_host_blocks, keep_log; what each means stands there.
     """
@@ -76,6 +78,9 @@ class LLM:
             if name not in EngineOptions.__dataclass_fields__:
                 others = sorted(set(EngineOptions.__dataclass_fields__) - set(LLM.__init__.__kwdefaults__))
                 raise ParamsError(f"LLM has no option {name}; besides those of its signature: {', '.join(others)}")
+        if not isinstance(compile, bool):
+            raise ParamsError(illegal("compile", compile, "must be True or False"))
+        more.setdefault("cuda_graphs", compile)
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -90,10 +95,10 @@ class LLM:
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
-        if not isinstance(compile, bool):
-            raise ParamsError(illegal("compile", compile, "must be True or False"))
         check_name(quantization)
         loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
+        if compile:
+            try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
         self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)

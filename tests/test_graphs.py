@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_same_tokens import assert_same, model_of
 
+from minillm import LLM
 from minillm.cache.paged import PagedCache
 from minillm.engine.engine import Engine
 from minillm.engine.graphs import (
@@ -185,6 +186,13 @@ def test_the_engine_makes_graphs_where_it_is_asked_to():
     assert_same(model, [5, 6], run(asked, [[5, 6]], [6])[0], generate_naive(model, [5, 6], 6))
     with pytest.raises(ParamsError, match="cuda_graphs"):
         EngineOptions(cuda_graphs=1)
+
+
+def test_llm_compile_asks_for_graphs_and_says_why_not():
+    llm = LLM("tiny", device="cpu", num_blocks=32, max_num_seqs=2, compile=True)
+    assert llm.engine.options.cuda_graphs and "cpu" in llm.engine.runner.why_eager
+    assert not LLM("tiny", device="cpu", num_blocks=32).engine.options.cuda_graphs
+    assert not LLM("tiny", device="cpu", num_blocks=32, compile=True, cuda_graphs=False).engine.options.cuda_graphs
 
 
 def test_a_failed_capture_falls_back_and_says_why():

@@ -21,6 +21,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.rope import cos_sin
 from minillm.model.shapes import known_shape
 
+NAMES = {"residual + RMSNorm": "add_norm", "act(gate) * up": "gate", "RoPE + KV write": "rope"}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -44,7 +45,7 @@ def bench_fused(
     for count in (2,) if smoke else rows:
         for counted, plain, ours in pairs(config, count, dtype, device):
             check(counted.name, plain(0), ours(0), dtype)
-            name = f"fused.{counted.name.split()[0].lower()}.rows{count}"
+            name = f"fused.{NAMES[counted.name]}.rows{count}"
             about = {"rows": count, "dtype": str(dtype).removeprefix("torch."), "shape": config.hidden_size}
             yield figure(f"{name}.bytes_saved", counted.saved, "B", workload=about)
             if smoke:
