@@ -154,3 +154,6 @@ def race(
 
 def _median(values: list[float]) -> float:
     return sorted(values)[math.floor(len(values) / 2)]
+
+
+BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"attention": bench_attention}

@@ -14,7 +14,6 @@ import torch
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.generate import decode, prefill
 from minillm.errors import ParamsError
-from minillm.measure.attention_bench import bench_attention
 from minillm.measure.clock import Paired, paired
 from minillm.measure.counts import forward_counts
 from minillm.measure.machine import ceilings
@@ -170,4 +169,4 @@ def check_same_logits(ours: Decoder, theirs, tolerance: float) -> float:
     return error
 
 
-BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"decode": bench_decode, "attention": bench_attention}
+BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"decode": bench_decode}
