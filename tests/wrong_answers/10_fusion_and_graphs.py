@@ -112,6 +112,14 @@ def count_launches(trace, fusions):
         "weight missing": (("tl.rsqrt(mean + eps) * gain", "tl.rsqrt(mean + eps)"), "weight is missing"),
         "eps outside": (("tl.rsqrt(mean + eps)", "(1.0 / (tl.sqrt(mean) + eps))"), "under the root"),
         "no eps": (("tl.rsqrt(mean + eps)", "tl.rsqrt(mean)"), "eps is missing"),
+        "rows BLOCK apart": (
+            ("    inside = column < width", "    inside = column < width\n    row = row * BLOCK // width"),
+            "expected",
+        ),
+        "rows BLOCK apart in the output": (
+            ("tl.store(normed + row * width + column", "tl.store(normed + row * BLOCK + column"),
+            "expected",
+        ),
         "one row for all": (("row, column = tl.program_id(0), tl.arange", "row, column = 0, tl.arange"), "expected"),
         "a LayerNorm": (
             (
@@ -256,6 +264,10 @@ def choose_sizes(steps, most):
         "replayed after the capture too": (
             ("        else:\n            self.replay()", "        self.replay()"),
             "expected",
+        ),
+        "captured, then eager": (
+            ("            self.replay()\n", "            self.output = self.step(self.tokens, self.slots)\n"),
+            "are replays",
         ),
         "all rows returned": (("return self.output[:n].clone()", "return self.output.clone()"), "expected"),
     },

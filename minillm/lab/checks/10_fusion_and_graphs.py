@@ -432,8 +432,8 @@ SLIPS = {
 
 
 def drive(answer, plan, rows):
-    """(results of each call, taken at the end; the store; captures)."""
-    store, captures = torch.zeros(64, dtype=torch.long), []
+    """(results of each call, taken at the end; the store; captures; replays)."""
+    store, captures, replays = torch.zeros(64, dtype=torch.long), [], []
 
     def step(tokens, slots):
         real = slots >= 0
@@ -443,11 +443,12 @@ def drive(answer, plan, rows):
 
     def counted(function, *inputs):
         captures.append(1)
-        return capture(function, *inputs)
+        replay, output = capture(function, *inputs)
+        return lambda: (replays.append(1), replay())[1], output
 
     object_ = answer(step, rows, counted)
     outs = [object_.run(list(tokens), list(slots)) for tokens, slots in plan]
-    return [out.tolist() for out in outs], store.tolist(), len(captures)
+    return [out.tolist() for out in outs], store.tolist(), len(captures), len(replays)
 
 
 def by_dict(plan):
@@ -456,18 +457,22 @@ def by_dict(plan):
         for token, slot in zip(tokens, slots):
             store[slot] += token + 1
         outs.append([[3 * token + 1, store[slot]] for token, slot in zip(tokens, slots)])
-    return outs, store, 1
+    return outs, store, 1, len(plan) - 1
 
 
 def compare_runs(got, expected):
-    outs, store, captures = got
+    outs, store, captures, replays = got
     if captures != 1:
         return f"captured {captures} times: once is enough, and what a graph is for"
     for i, (a, b) in enumerate(zip(outs, expected[0])):
         if a != b:
             return f"call {i + 1} returned {a}, expected {b}"
     bad = [slot for slot, (a, b) in enumerate(zip(store, expected[1])) if a != b]
-    return f"slot {bad[0]} holds {store[bad[0]]}, expected {expected[1][bad[0]]}" if bad else None
+    if bad:
+        return f"slot {bad[0]} holds {store[bad[0]]}, expected {expected[1][bad[0]]}"
+    if replays != expected[3]:
+        return f"replayed {replays} times in {len(outs)} calls: all but the first are replays"
+    return None
 
 
 @register(
