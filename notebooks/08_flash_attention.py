@@ -349,8 +349,9 @@ llama = AttentionShape(1, 32, 32768, 32768, 128)
 print(f"one matrix of scores, 32 heads, 32,768 tokens, 16 bits: {units.show(score_bytes(llama, 2), 'B')}")
 
 # %% [markdown]
-# *The tiled line is its output and log-sum-exp, plus tiles of a fixed size, which weigh at short lengths. A prompt of 32,768 tokens on
-# a 32-head model would need 69 GB for one layer's scores: naive attention does not become slow there, it stops.*
+# *The tiled line is its output and log-sum-exp, plus tiles of a fixed size, which weigh at short lengths. A prompt
+# of 32,768 tokens on a 32-head model would need 69 GB for one layer's scores: naive attention does not become slow
+# there, it stops.*
 #
 # ### Bytes and blocks, counted
 
