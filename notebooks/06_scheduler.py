@@ -370,6 +370,7 @@ print(inspect.getsource(Scheduler._continue))
 # | `refuse_if_hopeless` when a request is added | one that could not run even alone blocks all behind it for ever |
 # | the queue is a heap by (urgency, arrival) | a step costs what runs, not what waits: ten thousand may queue |
 # | `policy="priority"` with `ageing` | urgent first, and nobody starves (饥饿) |
+# | `_make_way` | an urgent request that waits takes the place of less urgent ones that run |
 # | `headroom` blocks kept free at admission | a request admitted into the last block is preempted a step later |
 # | `preemption="swap"`, `victim=` | another price for the same room; another choice of who pays |
 # | real block tables, shared by counting | prefix hits and `n > 1` share blocks; a shared block is not free yet |
@@ -632,8 +633,7 @@ for kv_heads in (32, 8, 1):
 # %% [markdown]
 # A bus faster than the last column favours swapping; 25 GB/s is what PCIe 4 x16 gives large copies. So by bytes alone
 # swapping wins, the more so with few KV heads. What speaks against it in practice:
-# - **small pieces.** Blocks lie scattered; layer by layer each is a small copy with a fixed price. The vLLM paper
-#   (arXiv:2309.06180, section 7.3) finds swapping slow for small blocks for that reason, recompute the same for all;
+# - **small pieces.** Blocks lie scattered; layer by layer each is a small copy with a fixed price;
 # - **host memory** must be there, pinned; when it is full the engine recomputes anyway;
 # - **recompute batches**: its tokens ride in the budget beside decodes, and a prefix cache (chapter 07) may still
 #   hold most of them.
@@ -670,6 +670,28 @@ assert waits[1] == [3 * g for g in ageings] and never == {1: most - 10, 2: 2 * m
 # *With ageing (老化) the wait is 3 x ageing, times the load if the server is overloaded: bounded. Without, it lasts
 # as long as the others keep coming: the dashed lines are where this trace ends.* All who wait gain at the same
 # rate, so their order never changes, and a heap can keep it without being sorted again.
+#
+# What if the slots are taken already, by requests that are less urgent? Then the urgent one would wait for the
+# longest of their answers. So it takes the place of the least urgent, if that one is of a lower level *and* has the
+# larger key: a request that has waited its ageing is not pushed out again, and nobody is pushed out by the one it
+# pushed out. Two slots, long answers of level 2, and at step 4 an urgent prompt:
+
+
+# %%
+def first_step(policy):
+    long = [(0, "a", 4, 40), (0, "b", 4, 40)]
+    options = dict(num_blocks=32, max_num_seqs=2, max_num_batched_tokens=16, policy=policy)
+    scheduler, *_ = drive([*long, (4, "urgent", 4, 2)], {"a": 2, "b": 2}, **options)
+    started = next(step for step in scheduler.log if "urgent" in step.admitted)
+    return started.step, [name for name, _ in started.preempted], len(scheduler.log)
+
+
+for policy in ("fcfs", "priority"):
+    step, victims, steps = first_step(policy)
+    print(
+        f"{policy:9s} the urgent one starts at step {step:2d}; preempted: {victims or 'nobody'}; {steps} steps in all"
+    )
+assert first_step("priority")[:2] == (4, ["b"]) and first_step("fcfs")[0] == 40
 #
 # One experiment is no proof, so: random traces, four priorities, pools as small as the largest request, both kinds of
 # preemption. Everybody finishes, with the tokens of a run alone, and no block is lost (`drive` asserts it).

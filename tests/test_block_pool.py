@@ -439,6 +439,15 @@ def test_a_block_that_was_written_since_is_copied_and_not_shared():
     assert len(twin.swap(device, host)) == 2
 
 
+def test_a_block_made_writable_has_no_copy_elsewhere_any_more():
+    device, host, table = BlockPool(8, 4), BlockPool(8, 4), BlockTable(4)
+    table.append(device, 8)
+    twin = table.fork(device)
+    twin.swap(device, host)
+    assert table.writable(device, 4) == [], "its alone now: written in place"
+    assert len(twin.swap(host, device)) == 1 and twin.blocks[0] == table.blocks[0] != twin.blocks[1]
+
+
 def test_a_swap_without_room_changes_nothing_even_where_part_is_there_already():
     device, host, (first, second, _) = forked()
     first.swap(device, host)

@@ -284,6 +284,18 @@ def test_an_urgent_request_takes_the_slot_of_the_least_urgent_one(preemption, ch
     assert world.outputs() == [[alone([1] * 3, 9)]] * 3 + [[alone([2] * 5, 2)]]
 
 
+def test_without_chunks_an_urgent_prompt_is_computed_whole_before_the_decodes():
+    world = World(policy="priority", max_num_seqs=3, enable_chunked_prefill=False, max_num_batched_tokens=8)
+    for _ in range(3):
+        world.add([1] * 2, 5, priority=1)
+        world.step()
+    urgent = world.add([2] * 7, 2, priority=0)
+    batch = world.step()
+    assert batch.entries[urgent].count == 7 and urgent in batch.sampling and len(batch.entries) == 2
+    world.run()
+    assert world.outputs() == [[alone([1] * 2, 5)]] * 3 + [[alone([2] * 7, 2)]]
+
+
 def test_an_urgent_request_takes_as_many_blocks_as_it_needs_and_no_more():
     world = World(policy="priority", num_blocks=8, block_size=2, headroom=0, max_num_batched_tokens=20)
     for level in (1, 2, 3, 3):
@@ -313,6 +325,19 @@ def test_nobody_is_pushed_out_in_vain_or_by_an_equal():
     plain.add([2] * 3, 1, priority=0)
     plain.run()
     assert preempted(plain) == [], 'only policy="priority" looks at priorities'
+
+
+@pytest.mark.parametrize("victim", ["least_urgent", "fewest_tokens"])
+def test_among_equals_priority_is_first_come_first_served(victim):
+    """One that lost its place to make room is older than some who run; it does not push them out."""
+    logs = []
+    for policy in ("fcfs", "priority"):
+        world = World(policy=policy, victim=victim, num_blocks=9, block_size=2, headroom=0, max_num_batched_tokens=20)
+        for length, limit in ((4, 9), (2, 9), (6, 3), (3, 4)):
+            world.add([1] * length, limit, priority=2)
+        world.run()
+        logs.append(world.scheduler.log)
+    assert logs[0] == logs[1] and any(step.preempted for step in logs[0])
 
 
 def test_who_waited_long_enough_is_not_pushed_out_any_more():
