@@ -46,7 +46,7 @@ class RowLinear(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        import torch._inductor.inductor_prims  # noqa: F401; defines the operator of `written_out`, and takes a second
+        import torch._inductor.inductor_prims  # noqa: F401 - it defines the operator of `written_out`; a second's import
 
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
