@@ -45,7 +45,8 @@ class LLM:
     what memory allows). enable_prefix_caching: "off", "hash" or "radix".
     enable_chunked_prefill: long prompts are computed in pieces, beside the decodes of others.
     preemption: what happens to a request whose blocks are needed: "recompute" or "swap" (to host memory).
-    policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`).
+    policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`):
+    urgent requests also take the place of less urgent ones that run.
     attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
     quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
     compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
