@@ -94,8 +94,8 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
 
 
 def test_kernel_modules_are_imported_in_functions():
-    """A module that imports triton at its top is needed by no other module's import: triton exists on Linux alone, and
-    whether it interprets is settled by the time it is first loaded."""
+    """No module needs, when it is imported, one that imports triton at its top: triton exists on Linux alone, and
+    whether it interprets must be settled before it is first loaded."""
     dotted = {path: "minillm." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in modules()}
     tops = {path: imports(path, only_top=True) for path in modules()}
     kernels = {dotted[path] for path, names in tops.items() if any(n.split(".")[0] == "triton" for n in names)}
