@@ -17,7 +17,7 @@ ATTENTION = ("auto", "naive", "sdpa", "triton")
 
 
 def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """ "naive", "sdpa" or "triton" as they are; "auto": "triton" on a GPU that it compiles for, else "sdpa"."""
+    """The name itself, if it can run here; for "auto": "triton" on a GPU that it compiles for, else "sdpa"."""
     if name not in ATTENTION:
         raise ParamsError(illegal("attention", name, "must be " + " or ".join(f'"{each}"' for each in ATTENTION)))
     if name == "auto":
