@@ -31,6 +31,7 @@ import torch
 
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.generate import cached_tokens, decode, prefill
+from minillm.engine.rungs import MANY, PREFIX, climb_many, many, prefix
 from minillm.lab import explore, is_fast, pick, plots, predict, predictions, recorded, reveal, units
 from minillm.measure.clock import SLO, RequestTimes, summary, timed
 from minillm.measure.counts import counted_flops, forward_counts, kv_bytes_per_token, parameter_count, weight_bytes
@@ -380,28 +381,43 @@ plt.show()
 
 # %% [markdown]
 # ### The ladder
-# The whole course in one table: one request, one technique more on each rung, the same tokens on all of them. It is
-# what `minillm tour` prints, and it grows with the course.
+# The whole course in one place: one technique more on each rung, the same tokens on all of them. It is what
+# `minillm tour` prints, and it grows with the course. First one request:
+
 
 # %% tags=["nbval-ignore-output"]
-steps = list(climb(model, book[:48], pick(full=16, quick=12), machine, repeats=pick(full=2, quick=1)))
+def ladder(steps):
+    """Print rungs as a table, a part for each workload."""
+    heads, workload = ("chapter", "tokens/s", "gain", "TTFT", "TPOT", "weights", "KV", "bandwidth"), None
+    for s in steps:
+        if s.workload != workload:
+            print(f"{s.workload}\n{'rung':<34}" + "".join(f"{head:>10}" for head in heads))
+            workload = s.workload
+        cells = [s.chapter, f"{s.tokens_per_second:.1f}", f"{s.speedup:.2f}x"]
+        cells += [units.show(s.ttft, "s"), units.show(s.tpot, "s")]
+        cells += [units.show(s.weight_bytes, "B"), units.show(s.kv_bytes, "B")]
+        cells += ["" if s.bandwidth_share is None else f"{s.bandwidth_share:.0%}"]
+        print(f"{s.name:<34}" + "".join(f"{cell:>10}" for cell in cells))
+
+
 print(f"{name}, {kind}, prompt of 48 tokens, greedy")
-heads = ("chapter", "tokens/s", "gain", "TTFT", "TPOT", "weights", "KV", "bandwidth")
-print(f"{'rung':<30}" + "".join(f"{head:>10}" for head in heads))
-for s in steps:
-    cells = [
-        s.chapter,
-        f"{s.tokens_per_second:.1f}",
-        f"{s.speedup:.2f}x",
-        units.show(s.ttft, "s"),
-        units.show(s.tpot, "s"),
-    ]
-    cells += [units.show(s.weight_bytes, "B"), units.show(s.kv_bytes, "B"), f"{s.bandwidth_share:.0%}"]
-    print(f"{s.name:<30}" + "".join(f"{cell:>10}" for cell in cells))
+ladder(climb(model, book[:48], pick(full=16, quick=12), machine, repeats=pick(full=2, quick=1)))
 
 # %% [markdown]
 # *bandwidth: bytes a token must move, over TPOT, over the measured read bandwidth. Without a cache (first rung) each
 # token is a prefill of all text so far.*
+#
+# Then the techniques that one request cannot show (on `tiny`): many requests at once, and a prompt that begins as an
+# earlier one did.
+
+# %% tags=["nbval-ignore-output"]
+tiny = model if name == "tiny" else load_model("tiny")
+workloads = [(many(tiny, count=pick(full=16, quick=8)), MANY), (prefix(tiny), PREFIX)]
+ladder(climb_many(tiny, workloads, repeats=pick(full=3, quick=1)))
+
+# %% [markdown]
+# *All requests are there at the start, so TTFT, here the median, includes the wait. Three rungs have the same bytes
+# for K and V: what paging gains is requests at once. The prefix cache gains the first token, and nothing after it.*
 
 # %% [markdown]
 # ## Where it backfires
@@ -454,7 +470,6 @@ policies = {
 # than a quarter of the speed of an idle machine.
 
 # %% tags=["nbval-ignore-output"]
-tiny = model if name == "tiny" else load_model("tiny")
 tiny_book = book if name == "tiny" else load_tokenizer("tiny").encode(text[:20_000])
 requests_count, answer = pick(full=(24, 16), quick=(16, 8))
 prompts = [tiny_book[32 * i : 32 * i + 32] for i in range(requests_count)]
