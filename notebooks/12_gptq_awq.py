@@ -363,17 +363,17 @@ for (name, bits), found in sorted(damage.items(), key=lambda item: -item[0][1]):
     took = f"{seconds[name, bits]:.1f}" if (name, bits) in seconds else ""
     print(f"{bits:4d}  {name:18s}{found.ratio!s:>26s}{found.agreement!s:>26s}{found.mean_kl!s:>28s}{took:>9s}")
 
-shown = sorted({bits for _, bits in damage}, reverse=True)
+shown = sorted({bits for _, bits in results}, reverse=True)
 _, axes = plots.figure(1, len(shown), width=8.2, height=2.7)
 for ax, bits in zip(axes, shown):
-    names = [name for name in ["RTN", *METHODS] if (name, bits) in damage]
+    names = ["RTN", *METHODS]
     for place, name in enumerate(names):
         ratio = damage[name, bits].ratio
         color = STYLE.get(name, plots.GREY)
         ax.plot([ratio.low, ratio.high], [place, place], color=color, lw=3)
         ax.plot(ratio.value, place, "o", color=color, markeredgecolor="black", mew=0.5)
     ax.axvline(1, color="black", lw=0.8)
-    ax.set_yticks(range(len(names)), names if ax is axes[0] or len(names) != len(METHODS) + 1 else [])
+    ax.set_yticks(range(len(names)), names if ax is axes[0] else [""] * len(names))
     ax.invert_yaxis()
     ax.set(title=f"{bits} bits", xlabel="perplexity / float")
 plt.show()
