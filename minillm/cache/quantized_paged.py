@@ -1,0 +1,308 @@
+"""The paged cache in 8, 4 or 2 bits: a block is rounded when it is full, and forked, swapped and shared as codes.
+
+Chapter 14. KIVI, Liu et al. 2024 (arXiv:2402.02750), on the blocks of PagedAttention (arXiv:2309.06180). Where a
+format needs a residual, it is one block: what a query sees (`kv_format`) then depends on whole blocks, so a block
+that the prefix cache hands to another request is rounded already, and no floats have to be handed over with it.
+
+Full blocks live in `parts`, by block id. The unrounded tokens live in `recent`, a few blocks of floats that belong to
+block ids through `slot_of`. **The invariant**, after every step, for every table that took part in it:
+
+    each full block        is in parts, rounded once, from the floats that were computed
+    the block being written, and the one before it, if their floats were ever there: have a slot as well
+    every other block      has none (one that a long step began in keeps its slot to the next step)
+
+Reading needs the first two lines; the block before is what rolling back (`BlockTable.truncate`) by up to a block
+needs to be exact. Further back the block is opened again from its codes (`reopened` counts). Copies (copy-on-write,
+swap) take the slot along. A slot is let go when its block is: the pool's count is 0. tests/test_quantized_cache.py
+compares random forks, swaps, hits and rollbacks with each request alone.
+
+Bytes: blocks x block_size x `token_bytes` + slots x block_size x bytes of an unrounded token; slots is twice the
+requests that run at once (should steps ever need more, it grows). Reading dequantises what it gathers, so this saves
+memory and not time; a kernel would dequantise in registers, as chapter 11's does for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.cache.block_pool import BlockPool, blocks_for
+from minillm.cache.kv_format import KVFormat, Parts, attend_masked, kv_format, sees
+from minillm.cache.paged import PagedStep, batches
+from minillm.errors import ParamsError, illegal
+from minillm.model.attention import LayerInfo
+from minillm.model.config import ModelConfig
+
+
+def paged_format(name: str, block_size: int) -> KVFormat:
+    """The format of that name whose residual, if it has one, is a block."""
+    return kv_format(name, residual=block_size)
+
+
+def block_bytes(config: ModelConfig, form: KVFormat, block_size: int) -> int:
+    """Bytes of one full block, all layers."""
+    return round(block_size * form.token_bytes(config))
+
+
+def recent_bytes(config: ModelConfig, form: KVFormat, block_size: int, sequences: int, dtype: torch.dtype) -> int:
+    """Bytes of the unrounded blocks for this many requests at once."""
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * sequences * block_size * token if form.residual else 0
+
+
+@dataclass
+class Group:
+    """Queries attended together: `time` of each of n requests. Keys of a request are its rounded blocks, then floats.
+    Blocks and floats are padded to the longest; `valid` says which keys are the request's own (None: all)."""
+
+    rows: Tensor  # [n * time] places in the packed tokens
+    time: int
+    blocks: Tensor  # [n, blocks]
+    floats: Tensor  # [n, floats] places among the step's unrounded tokens
+    query: Tensor  # [n, time] positions
+    key: Tensor  # [n, keys] positions
+    valid: Tensor | None  # [n, keys]
+
+
+class QuantizedPagedCache:
+    """Used as PagedCache. pool: hands out the blocks, and says which are in use. sequences: how many requests run at
+    once, for the size of `recent`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: BlockPool,
+        form: KVFormat,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        host_blocks: int = 0,
+        attention: str = "sdpa",
+        sequences: int = 32,
+    ) -> None:
+        if attention not in ("auto", "sdpa", "naive"):
+            legal = 'must be "auto", "sdpa" or "naive" with a quantised KV cache: the kernels read floats'
+            raise ParamsError(illegal("attention", attention, legal))
+        if form.residual not in (0, pool.block_size):
+            raise ParamsError(illegal("residual", form.residual, f"must be a block, {pool.block_size} tokens"))
+        for name, value, least in (("host_blocks", host_blocks, 0), ("sequences", sequences, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ParamsError(illegal(name, value, f"must be an integer >= {least}"))
+        self.pool, self.form, self.block_size, self.dtype = pool, form, pool.block_size, dtype
+        self.attention = "sdpa" if attention == "auto" else attention
+        heads = config.num_kv_heads, config.head_dim
+        self.units = 1 if form.residual else self.block_size  # of a block: whole, or token by token
+
+        def room(blocks: int, **where) -> dict[str, Parts]:
+            return {r: form.empty(r, (config.num_layers, blocks, self.units), *heads, **where) for r in "kv"}
+
+        self.parts = room(pool.num_blocks, device=device)
+        pinned = torch.device(device).type == "cuda" and host_blocks > 0
+        self.host = room(host_blocks, pin_memory=pinned)
+        slots = 2 * sequences if form.residual else 0
+        shape = (config.num_layers, slots, self.block_size, *heads)
+        self.recent = {role: torch.zeros(shape, dtype=dtype, device=device) for role in "kv"}
+        self.slot_of: dict[int, int] = {}  # block -> its place in `recent`
+        self._free = list(range(slots))
+        self.host_recent: dict[int, tuple[Tensor, Tensor]] = {}  # the same of swapped blocks
+        self.reopened = 0
+        self.step: PagedStep | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(part.nbytes for role in "kv" for part in (*self.parts[role], self.recent[role]))
+
+    def positions(self, shape: torch.Size) -> Tensor:
+        return self.step.positions.view(shape)
+
+    # A step.
+
+    def begin(self, step: PagedStep) -> None:
+        """Plan the step: what is read from where, which blocks are full after it, and where new floats go."""
+        self.step, self._masks = step, {}
+        tables, device, size = step.block_tables.tolist(), step.slot_mapping.device, self.block_size
+        for block in [b for b in self.slot_of if not self.pool.count(b)]:
+            self._release(block)
+        old, full, full_from, kept, kept_from, spans = [], [], [], [], [], []
+        row = 0
+        for table, new, length in zip(tables, step.query_lengths, step.kv_lengths):
+            start = length - new
+            own = start // size * size if self.form.residual else length  # from here on, keys are floats
+            if new and self.form.residual:
+                table = table[: blocks_for(length, size)]
+                self._settle(table, start, length)
+                first = len(old)
+                old += (
+                    [self.slot_of[table[own // size]] * size + i for i in range(start - own)] if start > own else []
+                )
+                # places of tokens own .. length - 1: old ones count from 0, new ones from the end of all old ones
+                where = [(0, i) for i in range(first, len(old))] + [(1, i) for i in range(row, row + new)]
+                for place in range(own // size, length // size):
+                    full.append(table[place])
+                    full_from.append(where[place * size - own : (place + 1) * size - own])
+                for token in range(max(start, ((length - 1) // size - 1) * size), length):
+                    kept.append(self.slot_of[table[token // size]] * size + token % size)
+                    kept_from.append(row + token - start)
+                spans.append((row, new, length, table[: (length - 1) // size], own, where))
+            elif new:
+                spans.append((row, new, length, table[: blocks_for(length, size)], own, []))
+            row += new
+        self._padded = row < len(step.slot_mapping)
+
+        def flat(places) -> list[int]:
+            return [i + kind * len(old) for kind, i in places]
+
+        def tensor(values) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        self._old, self._full, self._kept, self._kept_from = map(tensor, (old, full, kept, kept_from))
+        self._full_from = tensor([flat(places) for places in full_from]).view(-1, size)
+        decodes = [(length, i, i) for i, (_, new, length, *_) in enumerate(spans) if new == 1]
+        groups = [[i] for i, (_, new, *_) in enumerate(spans) if new > 1]
+        groups += [[i for _, i, _ in group] for group in batches(decodes, device.type == "cuda")]
+        self._groups = [self._group([spans[i] for i in group], flat, tensor) for group in groups]
+        if not self.form.residual:
+            written = step.slot_mapping >= 0
+            self._kept, self._kept_from = step.slot_mapping[written], written.nonzero().squeeze(-1)
+
+    def _settle(self, table: list[int], start: int, length: int) -> None:
+        """Slots for what this step writes, and none for what no later step can need. start .. length - 1 are new."""
+        size, last = self.block_size, (length - 1) // self.block_size
+        for block in self.slot_of.keys() & set(table[: max(last - 1, 0)]):
+            if start % size == 0 or block != table[start // size]:  # that one is still read, in this step
+                self._release(block)
+        if start % size and table[start // size] not in self.slot_of:  # rolled back to where no floats are left
+            block, self.reopened = table[start // size], self.reopened + 1
+            slot = self._take(block)
+            for role in "kv":
+                for layer in range(len(self.recent[role])):
+                    parts = tuple(part[layer, block] for part in self.parts[role])
+                    self.recent[role][layer, slot] = self.form.decode(role, parts, self.dtype)[0]
+        for place in range(max(start // size, last - 1), last + 1):
+            self._take(table[place])
+
+    def _group(self, spans: list[tuple], flat, tensor) -> Group:
+        """spans: (first row, new tokens, tokens in all, rounded blocks, first float, places of the floats)."""
+        size, time = self.block_size, spans[0][1]
+        blocks, floats = max(len(s[3]) for s in spans), max(len(s[5]) for s in spans)
+        table = [s[3] + [0] * (blocks - len(s[3])) for s in spans]
+        places = [flat(s[5]) + [0] * (floats - len(s[5])) for s in spans]
+        own, length = tensor([s[4] for s in spans])[:, None], tensor([s[2] for s in spans])[:, None]  # [n, 1]
+        rounded = tensor(range(blocks * size)).expand(len(spans), -1)  # [n, blocks * size]
+        key = torch.cat((rounded, own + tensor(range(floats))), 1)  # [n, keys]
+        ends = torch.minimum(tensor([len(s[3]) * size for s in spans])[:, None], length)  # of the rounded tokens
+        valid = torch.cat((rounded < ends, key[:, blocks * size :] < length), 1)
+        query = length - time + tensor(range(time))  # [n, time]
+        rows = (tensor([s[0] for s in spans])[:, None] + tensor(range(time))).flatten()
+        valid = None if bool(valid.all()) else valid
+        return Group(
+            rows, time, tensor(table).view(len(spans), -1), tensor(places).view(len(spans), -1), query, key, valid
+        )
+
+    def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
+        floats = {role: self._store(layer.index, role, new.to(self.dtype)) for role, new in (("k", k), ("v", v))}
+        out = q.new_zeros(q.shape) if self._padded else torch.empty_like(q, memory_format=torch.contiguous_format)
+        for i, group in enumerate(self._groups):
+            keys, values = (self._read(layer.index, role, group, floats[role]).to(q.dtype) for role in "kv")
+            if (i, layer.window) not in self._masks:
+                rounded = torch.arange(group.key.shape[1], device=q.device) < group.blocks.shape[1] * self.block_size
+                mask = sees(group.query, group.key, rounded, self.form.residual, layer.window)  # [n, time, keys]
+                self._masks[i, layer.window] = mask if group.valid is None else mask & group.valid[:, None]
+            queries = q.index_select(0, group.rows).unflatten(0, (-1, group.time))  # [n, time, heads, dim]
+            mask = self._masks[i, layer.window]
+            part = attend_masked(layer, queries, keys, values, mask, self.attention == "naive")
+            out.index_copy_(0, group.rows, part.flatten(0, 1))
+        return out
+
+    def _store(self, layer: int, role: str, new: Tensor) -> Tensor:
+        """Write new [tokens, kv_heads, dim]; -> the step's unrounded tokens: those kept before, then the new ones."""
+        if not self.form.residual:
+            written = self.form.encode(role, new.index_select(0, self._kept_from).unsqueeze(1))
+            for stored, part in zip(self.parts[role], written):
+                stored[layer].flatten(0, 1).index_copy_(0, self._kept, part)  # a token is a unit
+            return new
+        recent = self.recent[role][layer].flatten(0, 1)  # [slots * size, kv_heads, dim]
+        floats = torch.cat((recent.index_select(0, self._old), new))
+        if len(self._full):
+            units = floats.index_select(0, self._full_from.flatten()).unflatten(0, self._full_from.shape)
+            for stored, part in zip(self.parts[role], self.form.encode(role, units)):
+                stored[layer].index_copy_(0, self._full, part.unsqueeze(1))
+        recent.index_copy_(0, self._kept, new.index_select(0, self._kept_from))
+        return floats
+
+    def _read(self, layer: int, role: str, group: Group, floats: Tensor) -> Tensor:
+        """[n, keys, kv_heads, dim]. Keys that are not the request's own become 0: not even a mask stops NaN."""
+        n, blocks = group.blocks.shape
+        parts = tuple(part[layer].index_select(0, group.blocks.flatten()).flatten(0, 1) for part in self.parts[role])
+        rounded = self.form.decode(role, parts, self.dtype)  # [n * blocks * units, unit, kv_heads, dim]
+        rounded = rounded.view(n, blocks * self.block_size, *rounded.shape[2:])
+        fresh = floats.index_select(0, group.floats.flatten()).unflatten(0, group.floats.shape)
+        keys = torch.cat((rounded, fresh), 1)
+        return keys if group.valid is None else keys.masked_fill_(~group.valid[..., None, None], 0)
+
+    # Blocks of floats.
+
+    def _take(self, block: int) -> int:
+        if block not in self.slot_of:
+            if not self._free:
+                slots = self.recent["k"].shape[1]
+                with torch.inference_mode(False):
+                    self.recent = {role: torch.cat((x, torch.zeros_like(x)), 1) for role, x in self.recent.items()}
+                self._free = list(range(slots, 2 * slots))
+            self.slot_of[block] = self._free.pop()
+        return self.slot_of[block]
+
+    def _release(self, block: int) -> None:
+        if (slot := self.slot_of.pop(block, None)) is not None:
+            self._free.append(slot)
+
+    def _floats(self, block: int) -> tuple[Tensor, Tensor] | None:
+        slot = self.slot_of.get(block)
+        return None if slot is None else tuple(self.recent[role][:, slot].clone() for role in "kv")
+
+    def _set_floats(self, block: int, floats: tuple[Tensor, Tensor] | None) -> None:
+        if floats is None:
+            self._release(block)
+            return
+        slot = self._take(block)
+        for role, stored in zip("kv", floats):
+            self.recent[role][:, slot] = stored.to(self.recent[role].device)
+
+    # Copies between steps.
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) block copies in all layers. All sources are read before any target is written."""
+        self._move(self.parts, [s for s, _ in pairs], self.parts, [t for _, t in pairs])
+        for target, floats in [(t, self._floats(s)) for s, t in pairs]:
+            self._set_floats(target, floats)
+
+    def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copy blocks to host memory."""
+        self._move(self.parts, blocks, self.host, host_blocks)
+        for block, target in zip(blocks, host_blocks):
+            self.host_recent.pop(target, None)
+            if (floats := self._floats(block)) is not None:
+                self.host_recent[target] = tuple(x.cpu() for x in floats)
+
+    def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy blocks back to the device."""
+        self._move(self.host, host_blocks, self.parts, blocks)
+        for source, block in zip(host_blocks, blocks):
+            self._set_floats(block, self.host_recent.get(source))
+
+    @staticmethod
+    def _move(sources: dict, source_blocks: Sequence[int], targets: dict, target_blocks: Sequence[int]) -> None:
+        if len(source_blocks) != len(target_blocks):
+            raise ParamsError(f"{len(source_blocks)} blocks cannot be copied to {len(target_blocks)}")
+        for role in "kv" if len(source_blocks) else "":
+            for source, target in zip(sources[role], targets[role]):
+                read = source.index_select(1, torch.tensor(source_blocks, device=source.device))
+                target.index_copy_(1, torch.tensor(target_blocks, device=target.device), read.to(target.device))
