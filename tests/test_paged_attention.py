@@ -357,3 +357,9 @@ def test_a_block_id_is_checked_while_it_is_a_list():
     next(iter(batch.entries)).table.blocks[0] = 8
     with pytest.raises(ParamsError, match="block table=8"):
         engine.runner.run(batch)
+
+
+def test_a_row_that_sees_nothing_in_its_first_tile():
+    """Six queries, a window of 2 over a tile border: the first tile of the last rows is all -inf, and not NaN."""
+    scene = Scene([(6, 67)], 8, 1, 1, 16, torch.float32, 5)
+    assert (scene.attend(0.25, window=2, splits=1).double().cpu() - scene.exact(0.25, 2)).abs().max() < 2e-6
