@@ -21,6 +21,7 @@ BENCH_MODULES = (
     "minillm.measure.bench",
     "minillm.engine.bench",
     "minillm.measure.quantized_bench",
+    "minillm.measure.gemm_bench",
     "minillm.measure.attention_bench",
     "minillm.measure.decode_attention_bench",
     "minillm.engine.compiled_bench",
@@ -29,7 +30,7 @@ BENCH_MODULES = (
     "minillm.engine.course_bench",
 )
 BENCH_NAMES = (
-    *("decode", "throughput", "prefix", "scheduler", "quantized", "attention", "decode-attention"),
+    *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
     *("compile", "fused", "graphs", "course"),
 )
 

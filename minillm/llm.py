@@ -48,7 +48,9 @@ class LLM:
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`):
     urgent requests also take the place of less urgent ones that run.
     attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
-    quantization: bits of the weights, "int8", "int4", "int3" or "int2" (default: as the checkpoint has them).
+    kv_cache_dtype: bits of keys and values, "int8", "fp8", "int4" or "int2" (chapter 14; default: the model's type).
+    quantization: bits of the weights, "int8", "int4", "int3" or "int2", or of both sides of each product, "w8a8" or
+    "fp8" (default: as the checkpoint has them).
     compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
     take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
@@ -70,6 +72,7 @@ class LLM:
         preemption: str = "recompute",
         policy: str = "fcfs",
         attention: str = "auto",
+        kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         compile: bool = False,
         seed: int | None = None,
@@ -92,6 +95,7 @@ class LLM:
             preemption=preemption,
             policy=policy,
             attention=attention,
+            kv_cache_dtype=kv_cache_dtype,
             **more,
         )
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):

@@ -34,6 +34,7 @@ PLAN: tuple[tuple[str, float, dict], ...] = (
     ("attention", 60, {"repeats": 3}),
     ("decode-attention", 45, {"repeats": 3}),
     ("fused", 30, {"repeats": 3}),
+    ("gemm", 20, {"repeats": 3}),
     ("graphs", 45, {"repeats": 3}),
     ("decode", 60, {"repeats": 3}),
     ("throughput", 90, {"repeats": 2}),

@@ -138,7 +138,7 @@ def weights_read(model: nn.Module) -> int:
 
 def formula_bytes(plain: Decoder, scheme: str) -> int:
     """Bytes of a model under a name of `quant.named`, from the shapes: codes, 2 bytes a scale (4 with the offset that
-    the CPU's 4-bit kernel wants), the embedding and the norms as they were."""
+    the CPU's 4-bit kernel wants, and in float32 for products of 8 bits), the embedding and the norms as they were."""
     bits, group = NAMED[scheme]["bits"], NAMED[scheme]["group_size"]
     width = plain.dtype.itemsize
     kept = sum(p.numel() for p in plain.parameters() if p.dim() == 1) + plain.embed.weight.numel()
@@ -148,7 +148,8 @@ def formula_bytes(plain: Decoder, scheme: str) -> int:
             n, k = module.out_features, module.in_features
             head = module_name == "head" or group is None
             pair = 4 if bits == 4 and plain.device.type == "cpu" else 2
-            total += n * k + 2 * n if head else n * k * bits // 8 + pair * n * k // group
+            wide = "activations" in NAMED[scheme] and module_name != "head"
+            total += n * k + (4 if wide else 2) * n if head else n * k * bits // 8 + pair * n * k // group
     return total
 
 
