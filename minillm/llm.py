@@ -84,7 +84,7 @@ class LLM:
                 raise ParamsError(f"LLM has no option {name}; besides those of its signature: {', '.join(others)}")
         if not isinstance(compile, bool):
             raise ParamsError(illegal("compile", compile, "must be True or False"))
-        more.setdefault("cuda_graphs", compile)
+        more.setdefault("cuda_graphs", compile and kv_cache_dtype == "auto")  # a captured step reads floats
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -11,7 +11,8 @@ lesson, and float64 everywhere would test another model than the one that runs.
 
 The engine has a table of options of its own, ENGINE: all its runs go through the packed runner and the paged cache,
 and several requests with common beginnings are in flight at once, twice, so that the second time the prefixes are
-cached.
+cached. A quantised KV cache changes the model (QUANTISED): its runs are compared with the contiguous quantised cache,
+one request after the other.
 """
 
 import copy
@@ -24,6 +25,8 @@ import torch
 
 from minillm.cache.contiguous import ConcatCache, ContiguousCache
 from minillm.cache.generate import decode, generate_cached
+from minillm.cache.quantized import QuantizedCache
+from minillm.cache.quantized_paged import paged_format
 from minillm.engine.engine import Engine
 from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
@@ -60,6 +63,12 @@ ENGINE = {
     "window": [None, 5],
     "graph": ["off", "replay"],
     "attention": ["sdpa", "naive", "triton"],
+}
+QUANTISED = {name: values for name, values in ENGINE.items() if name != "graph"} | {
+    "batching": ["one by one", "continuous"],
+    "block": [1, 4, 8, 16],
+    "attention": ["sdpa", "naive"],
+    "kv": ["int8", "fp8", "int4", "int2"],
 }
 NEW_TOKENS = 12
 
@@ -183,6 +192,7 @@ def engine_options(option: dict, longest: int) -> EngineOptions:
         num_blocks=blocks + 1 if option["pool"] == "tight" else 6 * blocks,
         headroom=0,
         attention=option.get("attention", "sdpa"),
+        kv_cache_dtype=option.get("kv", "auto"),
     )
 
 
@@ -224,7 +234,7 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
         runs = [run_trace(model, trace, option["batching"], size=3, window=0.6, cost=lambda _: 0.1) for _ in (0, 1)]
         return [output for run in runs for output in run.outputs], 0
     engine = Engine(model, options, eos_ids=())
-    if option["graph"] == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
+    if option.get("graph") == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
         engine.runner = GraphRunner(model, engine.runner.cache, (1, 2, 4), EagerBackend())
         assert engine.runner.why_eager is None
     params, groups = SamplingParams(max_tokens=NEW_TOKENS, temperature=0), []
@@ -286,6 +296,49 @@ def test_the_paged_kernels_emit_the_same_tokens():
         assert_same(model, prompt, group.requests[0].output, generate_naive(model, prompt, 5))
 
 
+def quantised_cache(model: Decoder, option: dict) -> QuantizedCache:
+    return QuantizedCache(model.config, 1, 64, paged_format(option["kv"], option["block"]))
+
+
+def assert_same_quantised(model: Decoder, option: dict, prompt: list[int], got: list[int]) -> None:
+    """As `assert_same`, beside the contiguous quantised cache. A K or V at the border of two codes may be rounded up
+    here and down there, which moves logits by more than float32's rounding: hence the wider gap."""
+    expected = generate_cached(model, prompt, NEW_TOKENS, cache=quantised_cache(model, option))
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected)):
+        if a != b:
+            with torch.inference_mode():
+                text = torch.tensor([[*prompt, *expected[:i]]])
+                logits = model(text, cache=quantised_cache(model, option))[0, -1]
+            gap = (logits[b] - logits[a]).item()
+            assert gap < 1e-3, f"token {i} is {a}, the contiguous cache says {b}, and they are {gap:.2e} apart"
+            return
+
+
+@pytest.mark.parametrize("option", pairwise(QUANTISED), ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_the_quantised_engine_emits_what_the_quantised_model_emits(option):
+    model = model_of(option)
+    got, _ = emit_engine(pack_linears(model_of(option)) if option["layout"] == "packed" else model, option)
+    for prompt, tokens in zip(shared_prompts() * 2, got, strict=True):
+        assert_same_quantised(model, option, prompt, tokens)
+
+
+def test_fewer_bits_change_the_text():
+    """Else the test above would prove nothing: 2 bits emit other tokens, 8 bits hardly any."""
+    model, base = model_of({"heads": "gqa", "window": None}), {"block": 4}
+    changed = {
+        kv: sum(
+            a != b
+            for prompt, wanted in zip(shared_prompts(), expected_texts("gqa", None))
+            for a, b in zip(
+                generate_cached(model, prompt, NEW_TOKENS, cache=quantised_cache(model, base | {"kv": kv})), wanted
+            )
+        )
+        for kv in QUANTISED["kv"]
+    }
+    assert changed["int2"] > 10 and changed["int2"] > changed["int8"]
+
+
 def test_the_tight_pool_preempts():
     base = {name: values[0] for name, values in ENGINE.items()} | {
         "batching": "continuous",
@@ -297,7 +350,7 @@ def test_the_tight_pool_preempts():
     assert emit_engine(model_of(base), base | {"pool": "roomy"})[1] == 0
 
 
-@pytest.mark.parametrize("options", [OPTIONS, ENGINE])
+@pytest.mark.parametrize("options", [OPTIONS, ENGINE, QUANTISED])
 def test_the_cover_covers_every_pair(options):
     cover = pairwise(options)
     for a, b in itertools.combinations(options, 2):

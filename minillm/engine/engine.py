@@ -15,11 +15,10 @@ from itertools import count
 import torch
 
 from minillm.cache.block_pool import BlockPool, PrefixIndex
-from minillm.cache.paged import PagedCache, cache_bytes
 from minillm.cache.prefix_hash import HashIndex
 from minillm.cache.radix import RadixIndex
 from minillm.engine.graphs import make_runner
-from minillm.engine.memory import kv_budget
+from minillm.engine.memory import blocks_in, kv_budget, make_cache
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Answer, Completion
 from minillm.engine.request import Request, RequestGroup
@@ -54,23 +53,14 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         options = options or EngineOptions()
-        one = cache_bytes(model.config, 1, options.block_size, model.dtype)
-        options = options.resolved(model.config, kv_budget(model.device) // one)
+        most = blocks_in(kv_budget(model.device), model.config, options, model.dtype)
+        options = options.resolved(model.config, most)
         self.model, self.options, self.tokenizer, self.sampler = model, options, tokenizer, Sampler(seed)
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.pool = BlockPool(options.num_blocks, options.block_size, make_index(options))
         host = BlockPool(options.num_host_blocks, options.block_size) if options.num_host_blocks else None
         self.scheduler = Scheduler(options, self.pool, host)
-        cache = PagedCache(
-            model.config,
-            options.num_blocks,
-            options.block_size,
-            model.dtype,
-            model.device,
-            options.num_host_blocks,
-            options.attention,
-        )
-        self.runner = make_runner(model, cache, options)
+        self.runner = make_runner(model, make_cache(model, options, self.pool), options)
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished
         self._names = count()
 

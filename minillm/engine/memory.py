@@ -1,7 +1,7 @@
-"""How much memory the block pool may take, when nobody says.
+"""How much memory the block pool may take, when nobody says; and the cache that is made of it.
 
-Chapter 05. On a GPU the pool gets what the weights left, less a share for activations: every block more is a request
-that need not wait. On a CPU the memory belongs to others as well, so the pool stays modest.
+Chapters 05 and 14. On a GPU the pool gets what the weights left, less a share for activations: every block more is a
+request that need not wait. On a CPU the memory belongs to others as well, so the pool stays modest.
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ from __future__ import annotations
 import os
 
 import torch
+
+from minillm.cache.block_pool import BlockPool
+from minillm.cache.paged import PagedCache, cache_bytes
+from minillm.cache.quantized_paged import QuantizedPagedCache, block_bytes, paged_format, recent_bytes
+from minillm.engine.options import EngineOptions
+from minillm.model.config import ModelConfig
+from minillm.model.decoder import Decoder
 
 GPU_SHARE = 0.85  # of what is free now; the rest is for activations
 CPU_SHARE = 0.25  # of the machine's memory
@@ -25,3 +32,24 @@ def kv_budget(device: torch.device) -> int:
     except (AttributeError, ValueError, OSError):  # not every system says
         memory = 8 << 30
     return min(CPU_MOST, int(memory * CPU_SHARE))
+
+
+def blocks_in(memory: int, config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> int:
+    """Blocks of K and V that fit `memory` bytes, all layers; of a quantised cache after its unrounded blocks."""
+    size = options.block_size
+    if options.kv_cache_dtype == "auto":
+        return memory // cache_bytes(config, 1, size, dtype)
+    form = paged_format(options.kv_cache_dtype, size)
+    free = memory - recent_bytes(config, form, size, options.max_num_seqs, dtype)
+    return max(0, free) // block_bytes(config, form, size)
+
+
+def make_cache(model: Decoder, options: EngineOptions, pool: BlockPool) -> PagedCache | QuantizedPagedCache:
+    """The cache that these options, resolved, ask for."""
+    where = dict(dtype=model.dtype, device=model.device, host_blocks=options.num_host_blocks)
+    if options.kv_cache_dtype == "auto":
+        return PagedCache(model.config, options.num_blocks, options.block_size, attention=options.attention, **where)
+    form = paged_format(options.kv_cache_dtype, options.block_size)
+    return QuantizedPagedCache(
+        model.config, pool, form, attention=options.attention, sequences=options.max_num_seqs, **where
+    )

@@ -19,6 +19,7 @@ CHOICES = {
     "policy": ("fcfs", "priority"),
     "victim": ("least_urgent", "fewest_tokens"),
     "attention": ("auto", "naive", "sdpa", "triton"),
+    "kv_cache_dtype": ("auto", "int8", "fp8", "int4", "int2"),
 }
 AT_LEAST = {
     "max_num_seqs": 1,
@@ -52,6 +53,7 @@ class EngineOptions:
     lookahead: int = 1  # waiting requests among which the one with the longest cached prefix goes first
     patience: int = 16  # steps in which the first of the queue may be passed over for that
     attention: str = "auto"  # "naive", "sdpa", "triton"; "auto": triton on a GPU, sdpa elsewhere
+    kv_cache_dtype: str = "auto"  # the model's, or "int8", "fp8", "int4", "int2" (chapter 14)
     cuda_graphs: bool = False  # replay decode steps (chapter 10); where there is no CUDA, says why and runs as before
     keep_log: bool = False  # keep a StepLog of every step
 
@@ -81,6 +83,12 @@ class EngineOptions:
             raise ParamsError(illegal("num_host_blocks", self.num_host_blocks, 'is used with preemption="swap" only'))
         if self.lookahead > 1 and self.enable_prefix_caching == "off":
             raise ParamsError(illegal("lookahead", self.lookahead, "needs a prefix cache: set enable_prefix_caching"))
+        if self.kv_cache_dtype != "auto" and (self.attention == "triton" or self.cuda_graphs):
+            what = 'attention="triton"' if self.attention == "triton" else "cuda_graphs=True"
+            legal = (
+                f'must be "auto" with {what}: those read the blocks as floats; use attention="sdpa" without graphs'
+            )
+            raise ParamsError(illegal("kv_cache_dtype", self.kv_cache_dtype, legal))
 
     def resolved(self, config: ModelConfig, most_blocks: int) -> EngineOptions:
         """The same with no None left. most_blocks: as many as there is memory for."""
