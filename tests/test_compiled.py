@@ -14,6 +14,7 @@ from minillm.errors import ParamsError
 from minillm.model.compiled import FEW_ROWS, MANY, CalledLinear, CompiledDecoder, RowLinear
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
+from minillm.quant.named import quantize_by_name
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="torch.compile needs a C++ compiler"
@@ -109,6 +110,23 @@ def test_llm_compiled_gives_the_same_tokens():
     assert [o.token_ids for o in llm.generate(prompts, params)] == plain
     assert [llm.generate([p], params)[0].token_ids for p in prompts] == plain
     assert llm.model.why_eager is None and {1, MANY} <= set(llm.model.compile_seconds)
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int3"])
+def test_quantised_models_compile_too(quantization):
+    """INT8 takes part as multiply and sum, INT4 and INT3 are called. The eager kernels round x to bfloat16 first."""
+    model = quantize_by_name(make(hidden_size=64), quantization)
+    exact = quantize_by_name(make(hidden_size=64), quantization, kernel="unpack")
+    fast = CompiledDecoder(model)
+    for rows in (1, 2, 4):
+        assert close(steps(fast, rows), steps(exact, rows), 2e-2)
+    assert fast.why_eager is None
+    if quantization == "int8":
+        with torch.inference_mode():  # nothing is rounded here: float32's own tolerance
+            x = torch.randn(2, 64)
+            got = fast.few.layers[0].attn.qkv(x)
+        assert close([got], [exact.layers[0].attn.qkv(x)], 1e-5)
 
 
 def test_weights_are_shared_not_copied():

@@ -4,8 +4,8 @@ Chapter 10. PyTorch 2, Ansel et al. 2024 (ASPLOS, doi 10.1145/3620665.3640366). 
 between kernels. Compiled, norms, RoPE, activations and residuals melt into the loops around them. Two graphs:
 
 - few rows (1 or 2): a product is written as multiply and sum, which the compiler turns into one pass over W in the
-  order it lies in memory, with all that comes before and after it in the same loop. Shapes are frozen: one graph a
-  number of rows, made the first time it is needed.
+  order it lies in memory. Shapes are frozen: one graph a number of rows, made the first time it is needed. A linear
+  of another kind takes part if it has a `row_form()`; else it is called as it is.
 - more rows: the products stay library calls on packed weights (`layout`), for there arithmetic sets the time; what
   lies between is compiled once, for any number of rows.
 
@@ -107,8 +107,8 @@ class CompiledDecoder:
                 name: CalledLinear(self.key, i, linear.out_features)
                 for i, (name, linear) in enumerate(linears.items())
             }
-            plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
-            self.few = flat_copy(model, called | {name: RowLinear(linear) for name, linear in plain.items()})
+            rows = {name: row_form(linear) or called[name] for name, linear in linears.items()}
+            self.few = flat_copy(model, rows)
             self.many = flat_copy(model, called)
             options = {"guard_filter_fn": only_inputs}
             self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
@@ -206,6 +206,13 @@ def why_not(model: Decoder) -> str | None:
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear, and whatever stands in for one: packed, quantised."""
     return hasattr(module, "out_features")
+
+
+def row_form(linear: nn.Module) -> nn.Module | None:
+    """The form of a linear that compiles well for a few rows, on the same weights; None: it has none."""
+    if type(linear) is nn.Linear:
+        return RowLinear(linear)
+    return linear.row_form() if hasattr(linear, "row_form") else None
 
 
 def flat_copy(model: Decoder, linears: dict[str, nn.Module]) -> FlatDecoder:
