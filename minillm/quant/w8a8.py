@@ -7,7 +7,7 @@ helps. A scale can leave the sum if it does not depend on the axis k that is sum
     y[m, n] = sum over k of x[m, k] W[n, k]  ~  s_x[m] s_w[n] * (sum over k of Qx[m, k] Qw[n, k])
 
 so activations have a scale a token or one in all, weights a scale a row, and never a scale an input channel, which is
-where outliers are. The inner sum is exact in INT32 up to 2^31 / 127^2 = 133,152 inputs.
+where outliers are. The inner sum is exact in INT32 up to 2^31 / 127^2 = 133,144 inputs.
 
     inputs     scale of the activations                        found
     "token"    one a token                                     while running, on that token alone
