@@ -33,7 +33,7 @@ def markdown(data: dict) -> str:
     lines.append(
         f"`make tour` on {data['device']}, threads: {data['threads']}{busy}; {data['model']} in {data['dtype']}. The "
         f"first request: {alone}. KV: what it holds, then room set aside. "
-        "Your figures will differ; the ratios are the point."
+        "Your figures will differ; the ratios are the point. * changes the model: its tokens may be others."
     )
     return "\n".join(lines)
 

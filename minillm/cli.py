@@ -108,10 +108,11 @@ def show_tour(steps) -> None:
             )
         typer.echo(f"\n{workload}")
         console.print(table)
-    same = min(s.same_tokens for s in steps)
+    same = min(s.same_tokens for s in steps if s.exact)
     told = (
         "Same tokens on every rung" if same == 1 else f"On every rung at least {same:.0%} of the tokens are the same"
     )
+    told += "; * changes the model, so its tokens may be others" if not all(s.exact for s in steps) else ""
     typer.echo(f"\n{told}. gain: tokens/s over the first rung with the same requests; TTFT includes the wait.")
     typer.echo(
         "KV: what one request holds, or room set aside. bandwidth: bytes a token must move / TPOT / read bandwidth."

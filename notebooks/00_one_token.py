@@ -35,7 +35,7 @@ from minillm.engine.rungs import MANY, PREFIX, climb_many, many, prefix
 from minillm.lab import explore, is_fast, pick, plots, predict, predictions, recorded, reveal, units
 from minillm.measure.clock import SLO, RequestTimes, summary, timed
 from minillm.measure.counts import counted_flops, forward_counts, kv_bytes_per_token, parameter_count, weight_bytes
-from minillm.measure.ladder import climb, timed_request
+from minillm.measure.ladder import QUICK, climb, timed_request
 from minillm.measure.machine import ceilings
 from minillm.measure.roofline import Roofline, place, roofline
 from minillm.model.decoder import Decoder
@@ -381,8 +381,8 @@ plt.show()
 
 # %% [markdown]
 # ### The ladder
-# The whole course in one place: one technique more on each rung, the same tokens on all of them. It is what
-# `minillm tour` prints, and it grows with the course. First one request:
+# The course in one place: one technique more on each rung, the same tokens on all of them. It is the first part of what
+# `minillm tour` prints, which goes on to compiled steps and weights of fewer bits. First one request:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -401,7 +401,7 @@ def ladder(steps):
 
 
 print(f"{name}, {kind}, prompt of 48 tokens, greedy")
-ladder(climb(model, book[:48], pick(full=16, quick=12), machine, repeats=pick(full=2, quick=1)))
+ladder(climb(model, book[:48], pick(full=16, quick=12), machine, QUICK, repeats=pick(full=2, quick=1)))
 
 # %% [markdown]
 # *bandwidth: bytes a token must move, over TPOT, over the measured read bandwidth. Without a cache (first rung) each

@@ -48,7 +48,7 @@ def test_tour_prints_every_rung_as_json():
         assert rung["ttft"] > 0
         assert rung["tpot"] > 0
         assert rung["weight_bytes"] > 0
-        assert rung["same_tokens"] == 1
+        assert rung["same_tokens"] == 1 or not rung["exact"]
     assert all(rung["bandwidth_share"] > 0 for rung in data["rungs"][: len(RUNGS)])
     assert data["rungs"][0]["kv_bytes"] == 0 < data["rungs"][1]["kv_bytes"]
 

@@ -87,6 +87,15 @@ def test_compiled_logits_equal_plain_ones(family):
 
 
 @needs_compiler
+def test_many_rows_can_be_left_as_they_are():
+    model = make()
+    plain, fast = copy.deepcopy(model), CompiledDecoder(model, many=False)
+    for rows in (1, 3):
+        assert close(steps(fast, rows), steps(plain, rows), 1e-5)
+    assert set(fast.compile_seconds) == {1}
+
+
+@needs_compiler
 def test_two_models_and_two_dtypes_keep_their_own_graphs():
     """The graphs of all models share one function: what is not checked between calls must not be shared."""
     first, second = make(), make(intermediate_size=96)

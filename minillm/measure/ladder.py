@@ -20,39 +20,58 @@ from minillm.errors import ParamsError, illegal
 from minillm.measure.clock import RequestTimes
 from minillm.measure.counts import forward_counts, weight_bytes
 from minillm.measure.machine import Ceilings
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.decoder import Decoder
 from minillm.model.generate import naive_tokens
 from minillm.model.layout import pack_linears
+from minillm.quant.linear import model_bytes
+from minillm.quant.named import quantize_by_name
 
 Tokens = Iterator[int]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """prepare(model) -> the model this rung runs. generate(model, prompt, count) -> token ids, as they come."""
+    """prepare(model) -> the model this rung runs. generate(model, prompt, count) -> token ids, as they come.
+
+    exact: False where the technique changes the model (fewer bits), so that its tokens may be others.
+    """
 
     name: str
     chapter: str
     generate: Callable[[Decoder, list[int], int], Tokens]
     prepare: Callable[[Decoder], Decoder] = lambda model: model
     cached: bool = True
+    exact: bool = True
 
 
 def _packed(model: Decoder) -> Decoder:
     return pack_linears(copy.deepcopy(model))
 
 
+def _compiled(model: Decoder) -> CompiledDecoder:
+    return CompiledDecoder(copy.deepcopy(model), many=False)
+
+
+def _quantized(name: str) -> Callable[[Decoder], CompiledDecoder]:
+    return lambda model: CompiledDecoder(quantize_by_name(copy.deepcopy(model), name), many=False)
+
+
 RUNGS = (
     Rung("naive: recompute everything", "01", naive_tokens, cached=False),
     Rung("KV cache", "02", cached_tokens),
-    Rung("KV cache, packed weights", "02", cached_tokens, _packed),
+    Rung("packed weights", "02", cached_tokens, _packed),
+    Rung("compiled step", "10", cached_tokens, _compiled),
+    Rung("8-bit weights *", "11", cached_tokens, _quantized("int8"), exact=False),
+    Rung("4-bit weights *", "11", cached_tokens, _quantized("int4"), exact=False),
 )
+QUICK = tuple(rung for rung in RUNGS if rung.chapter < "10")  # what needs no compiler, for chapter 00
 
 
 @dataclass(frozen=True)
 class Step:
     """What one rung measured. Seconds, bytes. bandwidth_share: bytes a decode step must move / TPOT / ceiling.
-    speedup: of tokens_per_second, over the workload's first rung. same_tokens: see `agreement`."""
+    speedup: of tokens_per_second, over the workload's first rung. same_tokens: see `agreement`. exact: see `Rung`."""
 
     name: str
     chapter: str
@@ -65,6 +84,7 @@ class Step:
     speedup: float
     workload: str = "1 request"
     same_tokens: float = 1.0
+    exact: bool = True
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -106,13 +126,17 @@ def climb(
     rungs: tuple[Rung, ...] = RUNGS,
     repeats: int = 2,
 ) -> Iterator[Step]:
-    """Measure each rung: one short warm-up, then the best of `repeats` runs. Refuses rungs whose tokens differ."""
+    """Measure each rung: a short warm-up, then the best of `repeats` runs. Refuses exact rungs whose tokens differ.
+
+    What cannot be compiled here has no compiled rung."""
     check_tokens(model, prompt, count)
     reference: list[int] | None = None
     first_rate = None
     element = model.embed.weight.element_size()
     for rung in rungs:
         prepared = rung.prepare(model)
+        if rung.exact and getattr(prepared, "why_eager", None) is not None:
+            continue
         for _ in rung.generate(prepared, prompt, 2):
             pass
         best, same = None, 1.0
@@ -121,7 +145,8 @@ def climb(
             if reference is None:
                 reference = ids
             same = min(same, agreement([reference], [ids]))
-            refuse_other_tokens(rung.name, same, model.dtype)
+            if rung.exact:
+                refuse_other_tokens(rung.name, same, model.dtype)
             best = times if best is None or times.e2e < best.e2e else best
         rate = len(reference) / best.e2e
         first_rate = first_rate or rate
@@ -131,15 +156,20 @@ def climb(
             kv = counts.kv_written * (len(prompt) + count - 1)
         else:
             counts, kv = forward_counts(model.config, middle, dtype_bytes=element, scored=1), 0
+        held, moved = weight_bytes(model.config, element), counts.total_bytes
+        if not rung.exact:
+            held = model_bytes(prepared.model)
+            moved += held - prepared.model.embed.weight.nbytes - counts.total_weight_bytes
         yield Step(
             name=rung.name,
             chapter=rung.chapter,
             tokens_per_second=rate,
             ttft=best.ttft,
             tpot=best.tpot,
-            weight_bytes=weight_bytes(model.config, element),
+            weight_bytes=held,
             kv_bytes=kv,
-            bandwidth_share=counts.total_bytes / best.tpot / ceilings.read_bandwidth,
+            bandwidth_share=moved / best.tpot / ceilings.read_bandwidth,
             speedup=rate / first_rate,
             same_tokens=same,
+            exact=rung.exact,
         )

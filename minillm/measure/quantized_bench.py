@@ -1,9 +1,10 @@
 """Decode with fewer bits: our float32, INT8 and INT4 in alternation, and llama.cpp on blocks of the same width.
 
-`minillm bench quantized`, chapter 11. Values come first: the fast kernels' logits against the same integers unpacked
-into float32. Then bytes against their formula, tokens/s, and the share of the read bandwidth that the weights alone
-account for. The peer is llama.cpp through `xllamacpp` (not a dependency: install it by hand to see it measured); it
-times its own decode loop, and reads Q8_0 and Q4_1 files made from the same weights.
+`minillm bench quantized`, chapter 11; each also with chapter 10's compiled step. Values come first: the fast kernels'
+logits against the same integers unpacked into float32. Then bytes against their formula, tokens/s, and the share of
+the read bandwidth that the weights alone account for. The peer is llama.cpp through `xllamacpp` (not a dependency:
+install it by hand to see it measured); it times its own decode loop, and reads Q8_0 and Q4_1 files made from the same
+weights.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from minillm.measure.bench import NotMeasured
 from minillm.measure.clock import Timing, paired, timed
 from minillm.measure.machine import ceilings
 from minillm.measure.records import Figure, figure
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.decoder import Decoder
 from minillm.model.hub import is_available, resolve
 from minillm.model.layout import pack_linears
@@ -73,6 +75,13 @@ def decode_figures(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
         yield row("ratio", timing.ratio.median, "x", timing.ratio.quartiles)
         yield row("bytes", held, "B")
         yield row("bandwidth_share", read * rate / roof.read_bandwidth, "1")
+        compiled = CompiledDecoder(small)
+        if compiled.why_eager is None:
+            timing = paired(base, step(compiled, prompt, tokens), repeats, warmup=1)
+            rate = tokens / timing.b.median
+            yield row("compiled.rate", rate, "tokens/s")
+            yield row("compiled.ratio", timing.ratio.median, "x", timing.ratio.quartiles)
+            yield row("compiled.bandwidth_share", read * rate / roof.read_bandwidth, "1")
         peer = llama_cpp_rate(name, PEER_FORMATS.get(scheme), prompt, tokens, repeats)
         if peer is not None:
             yield row("llama_cpp", peer.median, "tokens/s", peer.quartiles)

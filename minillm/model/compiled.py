@@ -91,11 +91,13 @@ class CompiledDecoder:
     """A Decoder to call like any other: `hidden`, `logits`, and itself; what goes through a cache runs compiled.
     Takes the model over: its linears are packed in place.
 
+    many: whether to compile steps of more than FEW_ROWS rows too: less to gain, and a second graph to wait for.
     compile_seconds: rows (MANY: any above FEW_ROWS) -> seconds that their graph took to make.
     why_eager: None, or one line that says why nothing is compiled here.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, many: bool = True) -> None:
+        self.compile_many = many
         self.compile_seconds: dict[int, float] = {}
         self.why_eager = why_not(model)
         if self.why_eager is None:
@@ -148,7 +150,7 @@ class CompiledDecoder:
 
     def _ready(self, rows: int) -> bool:
         """Whether steps of this many rows run compiled; makes their graph the first time it is asked."""
-        if self.why_eager is not None or rows == 0:
+        if self.why_eager is not None or rows == 0 or (rows > FEW_ROWS and not self.compile_many):
             return False
         kind = rows if rows <= FEW_ROWS else MANY
         if kind not in self.compile_seconds:
