@@ -1,0 +1,1 @@
+"""Many devices: one model cut over several ranks. Chapter 18."""
