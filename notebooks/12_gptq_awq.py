@@ -600,7 +600,7 @@ explore(
 # - *20 seconds.* Once: some forwards, and in² floats and in³ operations a linear. At run time nothing: the same
 #   kernels as RTN.
 # - *2 minutes.* `12.hessian_bytes`, block by block; the seconds column of section 6; `12.bits_a_weight` for what is
-#   stored. QAT beside it: better at 2 bits, at the price of training.
+#   stored. QAT beside it: at 2 bits a few dozen steps reach the best of them, at the price of training.
 # - *Follow-up: what goes wrong?* The calibration text: section 7. And judging on the text that was calibrated on.
 # - *The number:* 485 MB of Hessian for the widest linear of a 7B (`12.hessian_7b`); 4.375 bits a weight at group 64.
 #
