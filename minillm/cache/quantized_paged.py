@@ -9,7 +9,7 @@ block ids through `slot_of`. **The invariant**, after every step, for every tabl
 
     each full block        is in parts, rounded once, from the floats that were computed
     the block being written, and the one before it, if their floats were ever there: have a slot as well
-    every other block      has none (one that a long step began in keeps its slot to the next step)
+    every other block      has none
 
 Reading needs the first two lines; the block before is what rolling back (`BlockTable.truncate`) by up to a block
 needs to be exact. Further back the block is opened again from its codes (`reopened` counts). Copies (copy-on-write,
@@ -128,20 +128,15 @@ class QuantizedPagedCache:
         """Plan the step: what is read from where, which blocks are full after it, and where new floats go."""
         self.step, self._masks = step, {}
         tables, device, size = step.block_tables.tolist(), step.slot_mapping.device, self.block_size
-        for block in [b for b in self.slot_of if not self.pool.count(b)]:
-            self._release(block)
+        requests = [r for r in zip(tables, step.query_lengths, step.kv_lengths) if r[1]]
+        kept_before = self._settle(requests) if self.form.residual else [[] for _ in requests]
         old, full, full_from, kept, kept_from, spans = [], [], [], [], [], []
         row = 0
-        for table, new, length in zip(tables, step.query_lengths, step.kv_lengths):
-            start = length - new
-            own = start // size * size if self.form.residual else length  # from here on, keys are floats
-            if new and self.form.residual:
-                table = table[: blocks_for(length, size)]
-                self._settle(table, start, length)
-                first = len(old)
-                old += (
-                    [self.slot_of[table[own // size]] * size + i for i in range(start - own)] if start > own else []
-                )
+        for (table, new, length), before in zip(requests, kept_before):
+            start, table = length - new, table[: blocks_for(length, size)]
+            if self.form.residual:
+                own, first = start // size * size, len(old)  # from own on, keys are floats
+                old += before
                 # places of tokens own .. length - 1: old ones count from 0, new ones from the end of all old ones
                 where = [(0, i) for i in range(first, len(old))] + [(1, i) for i in range(row, row + new)]
                 for place in range(own // size, length // size):
@@ -151,8 +146,8 @@ class QuantizedPagedCache:
                     kept.append(self.slot_of[table[token // size]] * size + token % size)
                     kept_from.append(row + token - start)
                 spans.append((row, new, length, table[: (length - 1) // size], own, where))
-            elif new:
-                spans.append((row, new, length, table[: blocks_for(length, size)], own, []))
+            else:
+                spans.append((row, new, length, table, length, []))
             row += new
         self._padded = row < len(step.slot_mapping)
 
@@ -172,21 +167,32 @@ class QuantizedPagedCache:
             written = step.slot_mapping >= 0
             self._kept, self._kept_from = step.slot_mapping[written], written.nonzero().squeeze(-1)
 
-    def _settle(self, table: list[int], start: int, length: int) -> None:
-        """Slots for what this step writes, and none for what no later step can need. start .. length - 1 are new."""
-        size, last = self.block_size, (length - 1) // self.block_size
-        for block in self.slot_of.keys() & set(table[: max(last - 1, 0)]):
-            if start % size == 0 or block != table[start // size]:  # that one is still read, in this step
+    def _settle(self, requests: list[tuple[list[int], int, int]]) -> list[list[int]]:
+        """Slots for what each (table, new tokens, length) writes, and none for what no later step can need. -> places
+        in `recent` of the floats before its new tokens: a layer reads before it writes, so their slots may go."""
+        size, before = self.block_size, []
+        for block in [b for b in self.slot_of if not self.pool.count(b)]:
+            self._release(block)
+        for table, new, length in requests:
+            start, block = length - new, table[(length - new) // size]
+            if start % size and block not in self.slot_of:  # rolled back to where no floats are left
+                self._reopen(block)
+            before.append([self.slot_of[block] * size + i for i in range(start % size)] if start % size else [])
+        for table, _, length in requests:
+            for block in self.slot_of.keys() & set(table[: max((length - 1) // size - 1, 0)]):
                 self._release(block)
-        if start % size and table[start // size] not in self.slot_of:  # rolled back to where no floats are left
-            block, self.reopened = table[start // size], self.reopened + 1
-            slot = self._take(block)
-            for role in "kv":
-                for layer in range(len(self.recent[role])):
-                    parts = tuple(part[layer, block] for part in self.parts[role])
-                    self.recent[role][layer, slot] = self.form.decode(role, parts, self.dtype)[0]
-        for place in range(max(start // size, last - 1), last + 1):
-            self._take(table[place])
+        for table, new, length in requests:
+            last = (length - 1) // size
+            for place in range(max((length - new) // size, last - 1), last + 1):
+                self._take(table[place])
+        return before
+
+    def _reopen(self, block: int) -> None:
+        slot, self.reopened = self._take(block), self.reopened + 1
+        for role in "kv":
+            for layer in range(len(self.recent[role])):
+                parts = tuple(part[layer, block] for part in self.parts[role])
+                self.recent[role][layer, slot] = self.form.decode(role, parts, self.dtype)[0]
 
     def _group(self, spans: list[tuple], flat, tensor) -> Group:
         """spans: (first row, new tokens, tokens in all, rounded blocks, first float, places of the floats)."""
@@ -253,10 +259,11 @@ class QuantizedPagedCache:
     def _take(self, block: int) -> int:
         if block not in self.slot_of:
             if not self._free:
-                slots = self.recent["k"].shape[1]
+                slots, more = self.recent["k"].shape[1], 2
                 with torch.inference_mode(False):
-                    self.recent = {role: torch.cat((x, torch.zeros_like(x)), 1) for role, x in self.recent.items()}
-                self._free = list(range(slots, 2 * slots))
+                    for role, x in self.recent.items():
+                        self.recent[role] = torch.cat((x, x.new_zeros(len(x), more, *x.shape[2:])), 1)
+                self._free = list(range(slots, slots + more))
             self.slot_of[block] = self._free.pop()
         return self.slot_of[block]
 
