@@ -132,7 +132,8 @@ layer, head = max(
 _, axes = plots.figure(1, 2, width=7.4, height=2.9)
 for ax, name, store in zip(axes, ("keys", "values"), (seen.k, seen.v)):
     x = store[layer, 0, head].cpu()  # [tokens, dim]
-    ax.imshow(x.abs(), aspect="auto", cmap="Blues", vmax=x.abs().quantile(0.995))
+    levels = (x.abs() / x.abs().quantile(0.995) * 8).round().clamp(max=8)
+    ax.imshow(levels[:64], aspect="auto", cmap="Blues", interpolation="nearest")
     ax.grid(False)
     ax.set(xlabel="channel", ylabel="token")
     ax.set_title(f"{name}: channel {spread(x, 0):.1f} x, token {spread(x, 1):.1f} x the median", fontsize=9)
@@ -345,13 +346,15 @@ for name in ("auto", *forms):
 assert peak["int8"] > 2.5 * peak["auto"] and peak["int4"] > 1.5 * peak["auto"]
 reveal("14.more_requests_int8", peak["int8"] / peak["auto"])
 ax = plots.bars(list(peak), list(peak.values()), "requests", f"Requests at once in {units.show(memory, 'B')} of KV")
+ax.set_xticks(range(0, max(peak.values()) + 1, 4))
+ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
 plt.show()
 
 # %% [markdown]
-# *Each request has the same length; whole requests only.* Fewer bits do not always mean more requests: `int4` and `int2` pay for a window
-# in floats, two blocks a request (one is read, one is kept for rolling back), and on a model as small as this one in
-# float32, at a few hundred tokens, that is as much as INT8's wider codes. The longer the request, the less the window
-# weighs:
+# *Each request has the same length; whole requests only.* Fewer bits do not always mean more requests: `int4` and
+# `int2` pay for a window in floats, two blocks a request (one is read, one is kept for rolling back), and on a model
+# as small as this one in float32, at a few hundred tokens, that is as much as INT8's wider codes. The longer the
+# request, the less the window weighs:
 
 # %%
 lengths = [32, 64, 128, 256, 512, 1024, 4096, 16384]
@@ -416,7 +419,7 @@ for (name, found), color in zip(damage.items(), plots.PALETTE):
     growth[name] = curve[-1] / curve[0]
     ax.semilogy([bucket * (i + 0.5) for i in range(len(curve))], curve, "o-", color=color, label=name)
 ax.set(xlabel="position in the context", ylabel="KL(original || quantised), nats", title="tiny")
-ax.legend()
+ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
 print("last eighth / first eighth: " + ", ".join(f"{name} {ratio:.1f} x" for name, ratio in growth.items()))
 
@@ -523,8 +526,8 @@ def play(ax, bits, residual, context, gigabytes):
     labels, counts, sizes = [], [], []
     for label, form in (
         ("16 bits", None),
-        ("8 bits, no window", FORMATS["int8"]),
-        (f"{bits} bits, window {residual}", named(f"int{bits}", residual)),
+        ("8 bits", FORMATS["int8"]),
+        (f"{bits} bits, {residual}", named(f"int{bits}", residual)),
     ):
         token = plain if form is None else form.token_bytes(shape)
         fixed = 0 if form is None else 2 * form.residual * plain
@@ -533,12 +536,12 @@ def play(ax, bits, residual, context, gigabytes):
         sizes.append((fixed + context * token) / context)
     ax.barh(range(3), counts, color=[plots.MEANING["naive"], plots.SKY, plots.MEANING["technique"]], height=0.62)
     for place, (count, size) in enumerate(zip(counts, sizes)):
-        text = f" {count} requests, {size / 1000:.0f} kB a token"
+        text = f" {count}, {size / 1000:.0f} kB/token"
         ax.annotate(text, (count, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_yticks(range(3), labels)
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(xlim=(0, (max(counts) or 1) * 1.75), xlabel=f"requests of {context} tokens on {card.sold_as}")
+    ax.set(xlim=(0, (max(counts) or 1) * 2.0), xlabel=f"requests of {context} tokens on {card.sold_as}")
 
 
 explore(
@@ -552,8 +555,8 @@ explore(
 )
 
 # %% [markdown]
-# *A scale for 16 tokens is 2 bits a key; for 32, one. A window of 128 is nothing at 8192 tokens and half of the cache
-# at 512.*
+# *A scale for 16 tokens is 2 bits a key; for 32, one. A window of 128 weighs little at 8192 tokens and is most of the
+# cache at 512.*
 
 # %% [markdown]
 # ## 9. Say it

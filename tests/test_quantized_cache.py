@@ -563,13 +563,9 @@ def test_the_paged_cache_says_what_is_wrong():
 def test_the_scheduler_admits_as_many_as_the_bytes_say(name):
     """Twelve requests of 60 + 20 tokens in 90 kB: blocks by the budget, and who runs at once is read from the log."""
     model, memory, need = make_model(dtype=torch.float32), 90_000, 10
-    floats, token = (
-        2 * 8 * 256,
-        {"auto": 256, "int8": 80, "fp8": 64, "int4": 4 * 16 + 16 * 2 / 8 * 4, "int2": 48 + 16},
-    )
-    fixed = floats if name in ("int4", "int2") else 0
-    per_token = {"int4": 2 * 2 * 8 * (8 + 8) / 8, "int2": 2 * 2 * 8 * (6 + 6) / 8}.get(name, token[name])
-    count = min(12, int(memory // (need * 8 * per_token + fixed)))
+    token = {"auto": 256, "int8": 80, "fp8": 64, "int4": 64, "int2": 48}[name]  # bytes; int4: 4 + 32 / 8 bits
+    window = 2 * 8 * 256 if name in ("int4", "int2") else 0
+    count = min(12, memory // (need * 8 * token + window))
     options = EngineOptions(kv_cache_dtype=name, block_size=8, max_num_seqs=count, headroom=0, keep_log=True)
     blocks = blocks_in(memory, model.config, options, model.dtype)
     assert blocks >= count * need > 0
