@@ -107,6 +107,11 @@ class BlockPool:
         return len(self._free) + self._cached
 
     @property
+    def empty_count(self) -> int:
+        """Blocks that hold nothing, not even a cached prefix."""
+        return len(self._free)
+
+    @property
     def used_count(self) -> int:
         return self.num_blocks - self.free_count
 

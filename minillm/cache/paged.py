@@ -15,7 +15,7 @@ Chapter 09 reads without a gather: with attention="triton" the kernels of `paged
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,7 @@ class PagedStep:
     block_tables: [requests, max_blocks] int64, padded with 0.
     query_lengths: tokens of each request in this step. kv_lengths: tokens each has in all, this step's included.
     positions: [tokens] int64.
+    masks: of a request whose tokens are a tree, [its tokens, its tokens]: True where a row may look (chapter 17).
     """
 
     slot_mapping: Tensor
@@ -51,6 +52,7 @@ class PagedStep:
     query_lengths: list[int]
     kv_lengths: list[int]
     positions: Tensor
+    masks: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,6 +73,7 @@ class Chunk:
     start: int
     end: int
     slots: Tensor | None  # [kv length]; None: the step brings all of the request's tokens, nothing needs reading
+    mask: Tensor | None = None  # [time, kv length], if it is a tree
 
 
 class PagedCache:
@@ -123,7 +126,8 @@ class PagedCache:
     def begin(self, step: PagedStep) -> None:
         """Plan the step. What depends on a layer's window is planned at the first layer that has it."""
         self.step = step
-        if self._kernels is not None:
+        self._by_kernels = self._kernels is not None and not step.masks  # the kernels know no trees
+        if self._by_kernels:
             self._kernels.begin(step.query_lengths, step.kv_lengths, step.block_tables, step.slot_mapping)
             return
         written = step.slot_mapping >= 0
@@ -133,7 +137,7 @@ class PagedCache:
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
-        if self._kernels is not None:
+        if self._by_kernels:
             return self._kernels.attend(layer, q, k, v, self.k[layer.index], self.v[layer.index])
         keys, values = self.k[layer.index].flatten(0, 1), self.v[layer.index].flatten(0, 1)  # [slots, kv_heads, dim]
         self._write(keys, k)
@@ -153,6 +157,14 @@ class PagedCache:
         if pairs:
             sources, targets = torch.tensor(pairs, device=self.k.device).unbind(1)
             for store in (self.k, self.v):
+                store.index_copy_(1, targets, store.index_select(1, sources))
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) copies of single tokens in all layers, all read before any is written: what was accepted
+        of a tree moves together."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.k.device).unbind(1)
+            for store in (self.k.flatten(1, 2), self.v.flatten(1, 2)):  # [layers, slots, kv_heads, dim], views
                 store.index_copy_(1, targets, store.index_select(1, sources))
 
     def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
@@ -185,10 +197,20 @@ class PagedCache:
                 decodes.append((length - first, start, request))
             elif new:
                 slots = None if new == length else self._slots([request], [first], [length], length - first)
-                parts.append(Chunk(start, start + new, slots))
+                tree = self._tree_mask(request, start, first, window) if request in step.masks else None
+                parts.append(Chunk(start, start + new, slots, tree))
             start += new
         self._padded = start < len(q)
         return parts + [self._batch(group, q) for group in batches(decodes, q.is_cuda)]
+
+    def _tree_mask(self, request: int, start: int, first: int, window: int | None) -> Tensor:
+        """[new, kv length]: what is stored from token `first` on, then the tree's own; as far as a window goes."""
+        own, new = self.step.masks[request], self.step.query_lengths[request]
+        stored = torch.arange(first, self.step.kv_lengths[request] - new, device=own.device)
+        query = self.step.positions[start : start + new, None]  # [new, 1]
+        key = torch.cat((stored, query[:, 0]))  # [kv length]
+        mask = torch.cat((own.new_ones(new, len(stored)), own), 1)  # [new, kv length]
+        return mask if window is None else mask & (key > query - window)
 
     def _batch(self, group: list[tuple[int, int, int]], q: Tensor) -> Batch:
         ends = [self.step.kv_lengths[request] for _, _, request in group]
@@ -233,7 +255,9 @@ class PagedCache:
         if chunk.slots is not None:
             k, v = (self._gather(x, chunk.slots, q.dtype) for x in (keys, values))  # [length, kv_heads, dim]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, time or length, dim]
-        if self.attention == "sdpa":
+        if chunk.mask is not None:
+            out = naive_attention(q, k, v, chunk.mask, layer.scale, layer.softcap)
+        elif self.attention == "sdpa":
             out = attention(q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
         else:
             mask = visible(q.shape[2], k.shape[2], layer.window, device=q.device)

@@ -5,22 +5,31 @@ Chapter 06. A batch is a plan. Nothing in it is a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minillm.engine.request import Request
+from minillm.speculative.proposer import NOTHING, Draft
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Tokens start .. start + count - 1 of a request. samples: the last of them is the last known token."""
+    """Tokens start .. start + count - 1 of a request. samples: the last of them is the last known token.
+
+    draft: guesses of what comes after that one, computed in the same forward to be verified (chapter 16)."""
 
     start: int
     count: int
     samples: bool
+    draft: Draft = NOTHING
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def width(self) -> int:
+        """Tokens in the forward: known ones and guesses."""
+        return self.count + len(self.draft)
 
 
 @dataclass
@@ -39,18 +48,22 @@ class Batch:
         self.entries[request] = Entry(request.computed, tokens, tokens == request.remaining)
         self.budget -= tokens
 
+    def add_draft(self, request: Request, draft: Draft) -> None:
+        self.entries[request] = replace(self.entries[request], draft=draft)
+        self.budget -= len(draft)
+
     def drop(self, request: Request) -> None:
         """The request was preempted after it had been given tokens."""
         if request in self.entries:
-            self.budget += self.entries.pop(request).count
+            self.budget += self.entries.pop(request).width
 
     @property
     def num_tokens(self) -> int:
-        return sum(entry.count for entry in self.entries.values())
+        return sum(entry.width for entry in self.entries.values())
 
     @property
     def sampling(self) -> list[Request]:
-        """The requests that get a new token from this forward."""
+        """The requests that get a new token from this forward, or several."""
         return [request for request, entry in self.entries.items() if entry.samples]
 
 
@@ -71,7 +84,7 @@ class StepLog:
     def of(cls, batch: Batch, waiting: int, running: int, free_blocks: int) -> StepLog:
         """Take it right after schedule(), before the requests change."""
         entries = [
-            (request.id, entry.start, entry.count, "decode" if request.decoding else "prefill")
+            (request.id, entry.start, entry.width, "decode" if request.decoding else "prefill")
             for request, entry in batch.entries.items()
         ]
         preempted = [(request.id, how) for request, how in batch.preempted]

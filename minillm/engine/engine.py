@@ -1,8 +1,8 @@
 """The engine: add requests, step, and take the answers as they grow.
 
 Chapters 04 to 07. A step is four calls: the scheduler chooses tokens, the runner computes them, each row is sampled
-by its own parameters, the scheduler records what came out. Requests come and go between any two steps (continuous
-batching). A request that goes wrong is aborted by itself; the others do not notice.
+by its own parameters (or a draft is verified, chapter 16), the scheduler records what came out. Requests come and go
+between any two steps (continuous batching). A request that goes wrong is aborted by itself; the others do not notice.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import torch
 from minillm.cache.block_pool import BlockPool, PrefixIndex
 from minillm.cache.prefix_hash import HashIndex
 from minillm.cache.radix import RadixIndex
+from minillm.engine.batch import Batch
 from minillm.engine.graphs import make_runner
 from minillm.engine.memory import blocks_in, kv_budget, make_cache
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Answer, Completion
 from minillm.engine.request import Request, RequestGroup
 from minillm.engine.scheduler import Scheduler
+from minillm.engine.speculation import Speculator
 from minillm.errors import ParamsError
 from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
-from minillm.model.sampling import Sampler, SamplingParams, SamplingState
+from minillm.model.sampling import Sampler, SamplingParams, SamplingState, token_logprobs
 from minillm.model.tokenizer import Tokenizer
+from minillm.speculative.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class TokenOutput:
 
 
 class Engine:
-    """tokenizer None: token ids only, no text and no stop strings. eos_ids: tokens that end an answer."""
+    """tokenizer None: token ids only, no text and no stop strings. eos_ids: tokens that end an answer. speculator:
+    where drafts come from (chapter 16); None: one token a step."""
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: Sequence[int] | None = None,
         seed: int | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         options = options or EngineOptions()
         most = blocks_in(kv_budget(model.device), model.config, options, model.dtype)
@@ -61,6 +66,8 @@ class Engine:
         host = BlockPool(options.num_host_blocks, options.block_size) if options.num_host_blocks else None
         self.scheduler = Scheduler(options, self.pool, host)
         self.runner = make_runner(model, make_cache(model, options, self.pool), options)
+        self.speculator = speculator
+        self.runner.keep_hidden = speculator is not None and speculator.proposer.wants_hidden
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished
         self._names = count()
 
@@ -109,10 +116,13 @@ class Engine:
         for request in found.requests:
             request.answer.abort()
         self.scheduler.finish(found.requests)
+        if self.speculator is not None:
+            self.speculator.release(found.requests)
 
     def step(self) -> list[TokenOutput]:
         """One forward. Returns what it gave, request by request; nothing if there was nothing to do."""
-        batch = self.scheduler.schedule()
+        drafts = self.speculator.drafts(self.scheduler.running) if self.speculator is not None else None
+        batch = self.scheduler.schedule(drafts)
         if not batch.entries:
             return []
         now = time.perf_counter()
@@ -120,40 +130,81 @@ class Engine:
             for each in (request, *request.forks):
                 each.answer.started = each.answer.started or now
         logits = self.runner.run(batch)  # [rows, vocab]
-        rows = [(row, r) for row, owner in enumerate(batch.sampling) for r in (owner, *owner.forks) if not r.finished]
-        if not rows:
-            self.scheduler.update(batch, {})
-            return []
-        result = self._sample(logits, rows)
-        tokens = {request: token for (_, request), token in zip(rows, result.token_ids) if token is not None}
-        self.scheduler.update(batch, tokens)
-        return [self._take(request, result.token_ids[i], result.logprobs[i]) for i, (_, request) in enumerate(rows)]
+        rows, requests = [], []
+        for owner in batch.sampling:
+            width = len(batch.entries[owner].draft) + 1
+            first = rows[-1][-1] + 1 if rows else 0
+            for request in (owner, *owner.forks):
+                if not request.finished:
+                    rows.append(range(first, first + width))
+                    requests.append(request)
+        verdicts = self._judge(logits, batch, rows, requests) if requests else []
+        outputs, gained, accepted = [], {}, {}
+        for request, (verdict, logprobs) in zip(requests, verdicts):
+            said = self._take(request, verdict.tokens, logprobs)
+            gained[request] = [out.token for out in said if out.token is not None]
+            accepted[request] = verdict.accepted[: max(len(gained[request]) - 1, 0)]
+            outputs += said
+        if self.speculator is not None:
+            self._settle(batch, gained, accepted)
+        self.scheduler.update(batch, gained)
+        self._finish([request for request in requests if request.answer.finish_reason is not None])
+        return outputs
 
-    def _sample(self, logits: torch.Tensor, rows: list[tuple[int, Request]]):
-        """A fork's first token is drawn from the logits of the prompt it shares."""
-        states: list[SamplingState] = [request.answer.sampling for _, request in rows]
-        if len(rows) > len(logits):
-            logits = logits[torch.tensor([row for row, _ in rows], device=logits.device)]  # [rows with forks, vocab]
-        return self.sampler.sample(logits, states)
+    def _judge(self, logits: torch.Tensor, batch: Batch, rows: list[range], requests: list[Request]) -> list[tuple]:
+        """(verdict, log-probabilities) of each request. A fork's first token is drawn from the logits of the prompt
+        it shares. Without drafts a verdict is a sampled token."""
+        if sum(map(len, rows)) > len(logits):
+            wanted = torch.tensor([row for each in rows for row in each], device=logits.device)
+            logits = logits[wanted]  # [rows with forks, vocab]
+        states: list[SamplingState] = [request.answer.sampling for request in requests]
+        if not any(entry.draft for entry in batch.entries.values()):
+            result = self.sampler.sample(logits, states)
+            return [(Verdict([], [t], []), [lp]) for t, lp in zip(result.token_ids, result.logprobs)]
+        found = []
+        for verdict, state in zip(self.speculator.judge(logits, batch, requests), states):
+            told = [None] * len(verdict.rows)
+            if state.params.logprobs is not None:
+                told = token_logprobs(logits[verdict.rows], verdict.tokens, [state] * len(told))
+            found.append((verdict, told))
+        return found
 
-    def _take(self, request: Request, token: int | None, logprobs) -> TokenOutput:
-        """Hand a token to its answer. None: nothing could be drawn from this row (NaN), which ends this one alone."""
-        answer = request.answer
-        if token is None:
-            answer.abort()
-            text = ""
-        else:
-            text = answer.append(token, logprobs)
-        if answer.finish_reason is not None:
-            self.scheduler.finish([request])
+    def _settle(self, batch: Batch, gained: dict[Request, list[int]], accepted: dict[Request, list[int]]) -> None:
+        """After a verification: the accepted path of a tree moves together, and the proposer learns what came."""
+        for request, nodes in accepted.items():
+            if nodes:
+                self.runner.keep(batch.entries[request], request.table, nodes)
+        self.speculator.observe(batch, self.runner.hidden, accepted)
+        counts = ({request: len(got) for request, got in each.items()} for each in (gained, accepted))
+        self.speculator.record(batch, *counts)
+
+    def _take(self, request: Request, tokens: Sequence[int | None], logprobs: Sequence) -> list[TokenOutput]:
+        """Hand tokens to an answer, until one is its last. None: nothing could be drawn from this row (NaN), which
+        ends this one alone."""
+        answer, outputs = request.answer, []
         group, _, index = request.id.partition(".")
-        if self.groups[group].finished:
-            del self.groups[group]
-        return TokenOutput(group, int(index or 0), token, text, answer.finish_reason)
+        for token, logprob in zip(tokens, logprobs):
+            text = ""
+            if token is None:
+                answer.abort()
+            else:
+                text = answer.append(token, logprob)
+            outputs.append(TokenOutput(group, int(index or 0), token, text, answer.finish_reason))
+            if answer.finish_reason is not None:
+                break
+        return outputs
+
+    def _finish(self, requests: Sequence[Request]) -> None:
+        self.scheduler.finish(requests)
+        if self.speculator is not None:
+            self.speculator.release(requests)
+        for name in {request.id.partition(".")[0] for request in requests}:
+            if self.groups[name].finished:
+                del self.groups[name]
 
     def completions(self, group: RequestGroup) -> list[Completion]:
         """The answers so far, in order."""
-        return [r.answer.completion(r.cached_tokens or 0, r.preemptions) for r in group.requests]
+        return [r.answer.completion(r.cached_tokens or 0, r.preemptions, r.accepted_drafts) for r in group.requests]
 
 
 def make_index(options: EngineOptions) -> PrefixIndex | None:

@@ -140,7 +140,7 @@ class DecodeGraphs:
     def fits(self, batch: Batch) -> bool:
         """Decodes only: one token a request, each sampled, no more requests than the largest size."""
         entries = batch.entries.values()
-        return 0 < len(entries) <= self.sizes[-1] and all(e.count == 1 and e.samples for e in entries)
+        return 0 < len(entries) <= self.sizes[-1] and all(e.width == 1 and e.samples for e in entries)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
@@ -184,7 +184,7 @@ class GraphRunner(Runner):
             log.info("decode runs without CUDA graphs: %s", self.why_eager)
 
     def run(self, batch: Batch) -> Tensor:
-        if self.graphs is None or not self.graphs.fits(batch):
+        if self.graphs is None or self.keep_hidden or not self.graphs.fits(batch):
             return super().run(batch)
         self.copy(batch)
         self.replayed += 1

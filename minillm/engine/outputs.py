@@ -19,7 +19,8 @@ from minillm.model.tokenizer import Tokenizer
 class RequestMetrics:
     """Seconds, counted from the call. TPOT: mean time per output token after the first (None with one token).
 
-    cached_tokens: prompt tokens whose KV the prefix cache had. preemptions: times it lost its place.
+    cached_tokens: prompt tokens whose KV the prefix cache had. accepted_drafts: tokens that a draft had
+    guessed (chapter 16). preemptions: times it lost its place.
     """
 
     queue: float
@@ -128,7 +129,7 @@ class Answer:
         piece, self.unread = self.unread, ""
         return piece
 
-    def completion(self, cached_tokens: int = 0, preemptions: int = 0) -> Completion:
+    def completion(self, cached_tokens: int = 0, preemptions: int = 0, accepted_drafts: int = 0) -> Completion:
         times = self.token_times
         last = times[-1] if times else self.ended or time.perf_counter()
         started = self.started if self.started is not None else last
@@ -138,6 +139,7 @@ class Answer:
             tpot=(last - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             e2e=last - self.arrival,
             cached_tokens=cached_tokens,
+            accepted_drafts=accepted_drafts,
             preemptions=preemptions,
         )
         logprobs = self.logprobs if self.params.logprobs is not None else None

@@ -46,6 +46,7 @@ class Request:
     queued: bool = False  # in the scheduler's queue
     cached_tokens: int | None = None  # found in the prefix cache when it was first admitted
     preemptions: int = 0
+    accepted_drafts: int = 0  # tokens of the answer that were guessed first
     order: tuple = ()  # the scheduler's sort key: smaller goes first
     passed_over: int = 0  # times that a later request was admitted first, for its longer cached prefix
 

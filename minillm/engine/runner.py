@@ -8,27 +8,40 @@ tokens that are sampled from reach the head. No policy here: what to run was dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from minillm.cache.block_pool import BlockTable
 from minillm.cache.paged import PagedCache, PagedStep
-from minillm.engine.batch import Batch
+from minillm.engine.batch import Batch, Entry
 from minillm.kernels.launch import check_ids
 from minillm.model.decoder import Decoder
+from minillm.speculative.proposer import Draft
 
 
 class Runner:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         self.model, self.cache = model, cache
+        self.keep_hidden = False  # for drafts that read the target's features (chapter 17)
+        self.hidden: Tensor | None = None  # [tokens, hidden] of the last forward, if they are to be kept
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
-        """Logits [rows, vocab], one row for each request of batch.sampling, in that order."""
+        """Logits [rows, vocab], one row for each request of batch.sampling, in that order; with a draft, one more for
+        each of its tokens."""
         self.copy(batch)
         tokens, step, rows = pack(batch, self.model.device, self.cache.num_blocks)
         self.cache.begin(step)
         hidden = self.model.hidden(tokens, step.positions, self.cache)  # [tokens, hidden]
+        self.hidden = hidden if self.keep_hidden else None
         return self.model.logits(hidden[rows])  # [rows, vocab]
+
+    def keep(self, entry: Entry, table: BlockTable, accepted: Sequence[int]) -> None:
+        """Move the K and V of a draft's accepted nodes to where they would be had nothing else been drafted."""
+        slots = table.slots(entry.end, len(entry.draft))
+        self.cache.move_slots([(slots[node], slots[i]) for i, node in enumerate(accepted) if node != i])
 
     def copy(self, batch: Batch) -> None:
         """Block copies, in the order the scheduler decided them: copy-on-write, and swaps to and from the host."""
@@ -44,16 +57,22 @@ def pack(batch: Batch, device: torch.device, num_blocks: int) -> tuple[Tensor, P
     """(token ids [tokens], what attention needs to know, indices [rows] of the tokens to sample from). Block ids are
     looked at here, while they are lists: a kernel would read whatever memory a wrong one names."""
     tokens, positions, slots, tables, query_lengths, kv_lengths, rows = [], [], [], [], [], [], []
+    masks = {}
     for request, entry in batch.entries.items():
+        draft = entry.draft
         tokens += request.tokens[entry.start : entry.end]
+        tokens += draft.tokens
         positions += range(entry.start, entry.end)
-        slots += request.table.slots(entry.start, entry.count)
+        positions += [entry.end - 1 + depth for depth in draft.depths()]
+        slots += request.table.slots(entry.start, entry.width)
         check_ids("block table", request.table.blocks, num_blocks)
+        if not draft.is_chain:
+            masks[len(tables)] = tree_mask(draft, entry.count).to(device)
         tables.append(request.table.blocks)
-        query_lengths.append(entry.count)
-        kv_lengths.append(entry.end)
+        query_lengths.append(entry.width)
+        kv_lengths.append(entry.start + entry.width)
         if entry.samples:
-            rows.append(len(tokens) - 1)
+            rows += range(len(tokens) - 1 - len(draft), len(tokens))
     widest = max(map(len, tables))
     padded = [table + [0] * (widest - len(table)) for table in tables]
     flat, positions, slots, rows = (
@@ -65,5 +84,17 @@ def pack(batch: Batch, device: torch.device, num_blocks: int) -> tuple[Tensor, P
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
         positions=positions,  # [tokens]
+        masks=masks,
     )
     return flat, step, rows
+
+
+def tree_mask(draft: Draft, known: int = 1) -> Tensor:
+    """[known + nodes, known + nodes], True where a row may look: known tokens at those before them, a node at the
+    known ones and at its own path."""
+    mask = torch.ones(known + len(draft), known + len(draft), dtype=torch.bool).tril()
+    for node in range(len(draft)):
+        parent = draft.parent(node)
+        mask[known + node, known:] = mask[known + parent, known:] if parent >= 0 else False
+        mask[known + node, known + node] = True
+    return mask

@@ -18,6 +18,9 @@ least urgent is preempted. Nobody waits for ever:
   end.
 - A request that could not run even alone is refused when it is added.
 
+Drafts (chapter 16) come last. They get what is left of the budget, and blocks that hold nothing, not even a cached
+prefix; blocks of what was not accepted are free again before the next step.
+
 Pure bookkeeping: no tensor is touched, and torch is not imported. The work of a step grows with the requests that
 run, not with those that wait.
 """
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from minillm.cache.block_pool import BlockPool, BlockTable, NoRoom, blocks_for
@@ -35,6 +38,7 @@ from minillm.engine.options import EngineOptions
 from minillm.engine.preemption import enough, less_urgent, victim
 from minillm.engine.request import Request, State
 from minillm.errors import PromptError
+from minillm.speculative.proposer import Draft
 
 
 class Scheduler:
@@ -80,8 +84,8 @@ class Scheduler:
 
     # One step.
 
-    def schedule(self) -> Batch:
-        """Choose the tokens of the next forward, and give them room."""
+    def schedule(self, drafts: Mapping[Request, Draft] | None = None) -> Batch:
+        """Choose the tokens of the next forward, and give them room. drafts: guesses for requests that decode."""
         batch = Batch(self.steps, self.options.max_num_batched_tokens)
         self.steps += 1
         self._make_way(batch)
@@ -94,6 +98,8 @@ class Scheduler:
             self._continue(batch, decoding=True)
             self._continue(batch, decoding=False)
             self._admit(batch)
+        for request, draft in (drafts or {}).items():
+            self._add_draft(batch, request, draft)
         if self.options.keep_log:
             self.log.append(StepLog.of(batch, self.num_waiting, len(self.running), self.pool.free_count))
         return batch
@@ -113,6 +119,17 @@ class Scheduler:
                 else:
                     batch.add(request, tokens)
                     break
+
+    def _add_draft(self, batch: Batch, request: Request, draft: Draft) -> None:
+        """As much of a draft as there is room for that nobody else wants."""
+        entry, table, size = batch.entries.get(request), request.table, self.pool.block_size
+        if entry is None or not entry.samples or entry.count > 1:
+            return
+        room = (len(table.blocks) + self.pool.empty_count) * size - table.length
+        draft = draft.cut(min(batch.budget, room))
+        if draft:
+            table.append(self.pool, len(draft))  # behind the token just placed: nothing shared is written
+            batch.add_draft(request, draft)
 
     def _admit(self, batch: Batch) -> None:
         """Start waiting requests while slots, budget and blocks last; the first that does not fit ends it."""
@@ -262,20 +279,27 @@ class Scheduler:
 
     # What comes out.
 
-    def update(self, batch: Batch, tokens: dict[Request, int]) -> None:
-        """The batch was computed, and these tokens were sampled, those of forks included."""
+    def update(self, batch: Batch, tokens: Mapping[Request, int | Sequence[int]]) -> None:
+        """The batch was computed, and these tokens were sampled, those of forks included. Of several tokens of one
+        request all but the last were in its draft: their K and V are in place, what else was drafted is forgotten."""
         size = self.pool.block_size
+        said = {request: [t] if isinstance(t, int) else list(t) for request, t in tokens.items()}
+        for request, new in said.items():
+            request.tokens += new
         for request, entry in batch.entries.items():
-            full = entry.end // size
+            end = entry.end
+            if entry.draft:
+                kept = max(len(said.get(request, ())) - 1, 0)
+                end, request.accepted_drafts = end + kept, request.accepted_drafts + kept
+                request.table.truncate(self.pool, end)
+            full = end // size
             if full > request.computed // size:
                 self.pool.insert(request.tokens[: full * size], request.table.blocks[:full], request.salt)
-            request.computed = entry.end
+            request.computed = end
             if entry.samples:
                 for fork in request.forks:
                     self._start_fork(request, fork)
                 request.forks = []
-        for request, token in tokens.items():
-            request.tokens.append(token)
 
     def _start_fork(self, request: Request, fork: Request) -> None:
         """Begin where `request` is, on its blocks. Without a free slot: wait, and compute the prompt again."""

@@ -49,6 +49,7 @@ __all__ = [
     "mask_top_p",
     "probabilities",
     "sample",
+    "token_logprobs",
 ]
 
 
@@ -138,7 +139,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> SampleResult:
         token_ids[others] = draw(weights, uniforms.to(logits.device))
 
     ids = [None if row in bad else token for row, token in enumerate(token_ids.tolist())]
-    return SampleResult(ids, _logprobs(logits, ids, states), bad)
+    return SampleResult(ids, token_logprobs(logits, ids, states), bad)
 
 
 @torch.no_grad()
@@ -201,7 +202,8 @@ def _error(row: int, peak: float) -> LogitsError:
     return LogitsError(f"row {row}: {found}, so no token can be drawn")
 
 
-def _logprobs(logits, ids, states) -> list[TokenLogprobs | None]:
+def token_logprobs(logits, ids, states) -> list[TokenLogprobs | None]:
+    """What a row's own distribution gives its token, and the likeliest; None where nobody asked or there is none."""
     result: list[TokenLogprobs | None] = [None] * len(ids)
     rows = [row for row, state in enumerate(states) if state.params.logprobs is not None and ids[row] is not None]
     if not rows:

@@ -40,7 +40,7 @@ class Context:
     state: SamplingState
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
     """Guessed tokens: a chain, or a tree below the last known token.
 
