@@ -11,7 +11,7 @@ cache (07), which lives as long as the LLM does, so a second call profits from t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -21,6 +21,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
 from minillm.engine.request import RequestGroup
+from minillm.engine.speculation import Speculator
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
 from minillm.kernels.fused import try_fuse
 from minillm.model.compiled import CompiledDecoder
@@ -30,6 +31,8 @@ from minillm.model.sampling import SamplingParams
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 from minillm.quant.named import check_name, quantize_by_name
+from minillm.speculative.make import make_lengths, make_proposer
+from minillm.speculative.options import SpeculativeOptions, parse
 
 Prompt = str | Sequence[int]
 
@@ -53,6 +56,8 @@ class LLM:
     "fp8" (default: as the checkpoint has them).
     compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
     take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
+    speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-draft" or another model,
+    "self-int4", "exit-2", or a dictionary of `SpeculativeOptions`. By default it switches itself off where it loses.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
     num_host_blocks, keep_log; what each means stands there.
     """
@@ -75,6 +80,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         quantization: str | None = None,
         compile: bool = False,
+        speculative: str | Mapping | SpeculativeOptions | None = None,
         seed: int | None = None,
         **more: Any,
     ) -> None:
@@ -101,6 +107,7 @@ class LLM:
         if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
         check_name(quantization)
+        wanted = parse(speculative)
         loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
         if compile:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
@@ -108,7 +115,12 @@ class LLM:
         self.config = self.model.config
         self.tokenizer = load_tokenizer(model)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
-        self.engine = Engine(self.model, options, self.tokenizer, eos_ids, None if seed is None else int(seed))
+        speculator = None
+        if wanted is not None:
+            proposer = make_proposer(wanted, model, self.model, self.tokenizer, options.max_num_seqs)
+            speculator = Speculator(proposer, make_lengths(wanted))
+        seed = None if seed is None else int(seed)
+        self.engine = Engine(self.model, options, self.tokenizer, eos_ids, seed, speculator)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
