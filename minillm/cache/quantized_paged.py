@@ -178,8 +178,14 @@ class QuantizedPagedCache:
             if start % size and block not in self.slot_of:  # rolled back to where no floats are left
                 self._reopen(block)
             before.append([self.slot_of[block] * size + i for i in range(start % size)] if start % size else [])
-        for table, _, length in requests:
-            for block in self.slot_of.keys() & set(table[: max((length - 1) // size - 1, 0)]):
+        for (
+            table,
+            _,
+            length,
+        ) in requests:  # what lies beyond the tokens is room, or padding: block 0, perhaps another's
+            last = (length - 1) // size
+            done, room = set(table[: max(last - 1, 0)]), set(table[last + 1 :]) - {0}
+            for block in self.slot_of.keys() & (done | room):
                 self._release(block)
         for table, new, length in requests:
             last = (length - 1) // size
