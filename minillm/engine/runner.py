@@ -18,7 +18,7 @@ from minillm.cache.paged import PagedCache, PagedStep
 from minillm.engine.batch import Batch, Entry
 from minillm.kernels.launch import check_ids
 from minillm.model.decoder import Decoder
-from minillm.speculative.proposer import Draft
+from minillm.speculative.tree import tree_mask
 
 
 class Runner:
@@ -87,14 +87,3 @@ def pack(batch: Batch, device: torch.device, num_blocks: int) -> tuple[Tensor, P
         masks=masks,
     )
     return flat, step, rows
-
-
-def tree_mask(draft: Draft, known: int = 1) -> Tensor:
-    """[known + nodes, known + nodes], True where a row may look: known tokens at those before them, a node at the
-    known ones and at its own path."""
-    mask = torch.ones(known + len(draft), known + len(draft), dtype=torch.bool).tril()
-    for node in range(len(draft)):
-        parent = draft.parent(node)
-        mask[known + node, known:] = mask[known + parent, known:] if parent >= 0 else False
-        mask[known + node, known + node] = True
-    return mask

@@ -1,0 +1,60 @@
+"""Trained heads as files: where they lie, and a check that they belong to the model they are put on.
+
+Chapter 17. `tiny`'s lie inside the package. Those of another model are trained by `python -m
+minillm.speculative.train --model NAME` and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minillm.errors import ParamsError, WeightsError
+from minillm.model.hub import ASSETS, cache_folder
+
+
+def heads_path(name: str, what: str, folder: Path | None = None) -> Path:
+    """The file of model `name`'s heads of kind `what`: inside `folder`, or else the package's or the cache's."""
+    file = f"{Path(str(name)).name}-{what}.safetensors"
+    if folder is not None:
+        return folder / file
+    packaged = ASSETS / "heads" / file
+    return packaged if packaged.is_file() else cache_folder() / "heads" / file
+
+
+def save_heads(heads: nn.Module, path: Path, facts: dict, dtype: torch.dtype = torch.bfloat16) -> None:
+    """facts: how they were trained and what they guess right; kept as the file's metadata."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: weight.detach().to(dtype).contiguous() for name, weight in heads.state_dict().items()}
+    save_file(tensors, path, metadata={"facts": json.dumps(facts)})
+
+
+def read_facts(name: str, what: str) -> dict:
+    """The facts of a file; an error that says what to run if there is none."""
+    from safetensors import safe_open
+
+    path = heads_path(name, what)
+    if not path.is_file():
+        raise ParamsError(
+            f"speculative={what!r} needs heads trained for {name!r}, and there are none at {path}; run: "
+            f"python -m minillm.speculative.train --what {what} --model {name}"
+        )
+    with safe_open(path, "pt") as file:
+        return json.loads((file.metadata() or {}).get("facts", "{}"))
+
+
+def load_heads(heads: nn.Module, name: str, what: str) -> nn.Module:
+    """Fill `heads` with the file's weights, in the dtype and on the device they have."""
+    from safetensors.torch import load_file
+
+    path = heads_path(name, what)
+    stored, wanted = load_file(path), heads.state_dict()
+    if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in wanted.items()}:
+        raise WeightsError(f"{path.name} does not fit: its tensors are not those of {what} heads for this model")
+    heads.load_state_dict(stored)
+    return heads.eval().requires_grad_(False)
