@@ -31,6 +31,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
+from minillm.engine.speculation import Speculator
 from minillm.kernels.decoding_reference import paged_attention
 from minillm.kernels.launch import interpreted, why_not
 from minillm.model.compiled import CompiledDecoder
@@ -39,6 +40,11 @@ from minillm.model.decoder import Decoder, init_weights
 from minillm.model.generate import generate_naive
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
+from minillm.quant.named import quantize_by_name
+from minillm.speculative.adaptive import AdaptiveLength
+from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.early_exit import first_layers
+from minillm.speculative.ngram import NGram
 
 OPTIONS = {
     "cache": ["contiguous", "concat"],
@@ -63,6 +69,7 @@ ENGINE = {
     "window": [None, 5],
     "graph": ["off", "replay"],
     "attention": ["sdpa", "naive", "triton"],
+    "speculation": ["off", "ngram", "int8 copy", "first layers", "adaptive"],
 }
 QUANTISED = {name: values for name, values in ENGINE.items() if name != "graph"} | {
     "batching": ["one by one", "continuous"],
@@ -225,6 +232,21 @@ def use_the_twins(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "paged_attention", attend)
 
 
+def speculator(kind: str, model) -> Speculator | None:
+    """adaptive: an exact copy, so long as it seems to win; whatever lengths that gives, the tokens are the same."""
+    if kind == "off":
+        return None
+    if kind == "ngram":
+        return Speculator(NGram(), 3)
+    if kind == "first layers":
+        return Speculator(DraftModel(first_layers(getattr(model, "model", model), 2), 3, block_size=4), 3)
+    heads = {4: "mha", 2: "gqa", 1: "mqa"}[model.config.num_kv_heads]
+    draft = model_of({"heads": heads, "window": next(iter(model.config.windows), None)}).to(model.device)
+    if kind == "adaptive":
+        return Speculator(DraftModel(draft, 3, block_size=4, num_blocks=13), AdaptiveLength(4, pause=3))
+    return Speculator(DraftModel(quantize_by_name(draft, "int8"), 3, block_size=4), 4)
+
+
 def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
     """(the tokens of each prompt, twice; preemptions)."""
     prompts = shared_prompts()
@@ -233,7 +255,7 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
         trace = [Arrival(0.5 * i, tuple(prompt), NEW_TOKENS) for i, prompt in enumerate(prompts)]
         runs = [run_trace(model, trace, option["batching"], size=3, window=0.6, cost=lambda _: 0.1) for _ in (0, 1)]
         return [output for run in runs for output in run.outputs], 0
-    engine = Engine(model, options, eos_ids=())
+    engine = Engine(model, options, eos_ids=(), speculator=speculator(option.get("speculation", "off"), model))
     if option.get("graph") == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
         engine.runner = GraphRunner(model, engine.runner.cache, (1, 2, 4), EagerBackend())
         assert engine.runner.why_eager is None
