@@ -355,9 +355,10 @@ class Packed:
 
     def holds_the_invariant(self, tables):
         """One slot each, of blocks in use; of the tables that just ran, for the last two blocks at most."""
-        slots = self.cache.slot_of
-        assert len(set(slots.values())) == len(slots) and not set(slots.values()) & set(self.cache._free)
-        assert len(slots) + len(self.cache._free) == self.cache.recent["k"].shape[1]
+        recent = self.cache.recent
+        slots = recent.slot_of
+        assert len(set(slots.values())) == len(slots) and not set(slots.values()) & set(recent.free)
+        assert len(slots) + len(recent.free) == recent.slots
         assert all(self.pool.count(block) for block in slots)
         for table in tables:
             last = (table.length - 1) // self.size
@@ -368,7 +369,7 @@ class Packed:
 def poison(cache):
     """What nobody wrote must reach nobody: NaN in every float that is stored."""
     for role in "kv":
-        for part in (*cache.parts[role][1:], cache.recent[role]):
+        for part in (*cache.parts[role][1:], cache.recent.store[role]):
             part.fill_(float("nan"))
 
 
@@ -411,7 +412,7 @@ def test_any_mix_of_chunks_and_decodes_equals_each_request_alone(seed, block_siz
     for text, logits in zip(texts, got):
         close(torch.cat(logits), alone(model, form, text))
     assert run.pool.free_count == 0 and run.cache.reopened == 0
-    assert run.cache.recent["k"].shape[1] == (10 if form.residual else 0)
+    assert run.cache.recent.slots == (10 if form.residual else 0)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
@@ -504,7 +505,7 @@ def test_more_floats_than_expected_make_room():
     run.step(list(zip(tables, texts)))
     for text, logits in zip(texts, run.step([(table, [9, 8, 7]) for table in tables])):
         close(logits, alone(model, form, [*text, 9, 8, 7], 3))
-    assert run.cache.recent["k"].shape[1] == 10
+    assert run.cache.recent.slots == 10
 
 
 def test_a_broken_request_poisons_nobody_else():

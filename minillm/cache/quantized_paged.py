@@ -5,7 +5,7 @@ format needs a residual, it is one block: what a query sees (`kv_format`) then d
 that the prefix cache hands to another request is rounded already, and no floats have to be handed over with it.
 
 Full blocks live in `parts`, by block id. The unrounded tokens live in `recent`, a few blocks of floats that belong to
-block ids through `slot_of`. **The invariant**, after every step, for every table that took part in it:
+block ids through its `slot_of`. **The invariant**, after every step, for every table that took part in it:
 
     each full block        is in parts, rounded once, from the floats that were computed
     the block being written, and the one before it, if their floats were ever there: have a slot as well
@@ -32,6 +32,7 @@ from torch import Tensor
 from minillm.cache.block_pool import BlockPool, blocks_for
 from minillm.cache.kv_format import KVFormat, Parts, attend_masked, kv_format, sees
 from minillm.cache.paged import PagedStep, batches
+from minillm.cache.recent import RecentBlocks
 from minillm.errors import ParamsError, illegal
 from minillm.model.attention import LayerInfo
 from minillm.model.config import ModelConfig
@@ -102,11 +103,7 @@ class QuantizedPagedCache:
         pinned = torch.device(device).type == "cuda" and host_blocks > 0
         self.host = room(host_blocks, pin_memory=pinned)
         slots = 2 * sequences if form.residual else 0
-        shape = (config.num_layers, slots, self.block_size, *heads)
-        self.recent = {role: torch.zeros(shape, dtype=dtype, device=device) for role in "kv"}
-        self.slot_of: dict[int, int] = {}  # block -> its place in `recent`
-        self._free = list(range(slots))
-        self.host_recent: dict[int, tuple[Tensor, Tensor]] = {}  # the same of swapped blocks
+        self.recent = RecentBlocks(config.num_layers, slots, (self.block_size, *heads), dtype, device)
         self.reopened = 0
         self.step: PagedStep | None = None
 
@@ -117,7 +114,7 @@ class QuantizedPagedCache:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(part.nbytes for role in "kv" for part in (*self.parts[role], self.recent[role]))
+        return self.recent.nbytes + sum(part.nbytes for role in "kv" for part in self.parts[role])
 
     def positions(self, shape: torch.Size) -> Tensor:
         return self.step.positions.view(shape)
@@ -143,7 +140,7 @@ class QuantizedPagedCache:
                     full.append(table[place])
                     full_from.append(where[place * size - own : (place + 1) * size - own])
                 for token in range(max(start, ((length - 1) // size - 1) * size), length):
-                    kept.append(self.slot_of[table[token // size]] * size + token % size)
+                    kept.append(self.recent.slot_of[table[token // size]] * size + token % size)
                     kept_from.append(row + token - start)
                 spans.append((row, new, length, table[: (length - 1) // size], own, where))
             else:
@@ -170,14 +167,14 @@ class QuantizedPagedCache:
     def _settle(self, requests: list[tuple[list[int], int, int]]) -> list[list[int]]:
         """Slots for what each (table, new tokens, length) writes, and none for what no later step can need. -> places
         in `recent` of the floats before its new tokens: a layer reads before it writes, so their slots may go."""
-        size, before = self.block_size, []
-        for block in [b for b in self.slot_of if not self.pool.count(b)]:
-            self._release(block)
+        size, recent, before = self.block_size, self.recent, []
+        for block in [b for b in recent.slot_of if not self.pool.count(b)]:
+            recent.release(block)
         for table, new, length in requests:
             start, block = length - new, table[(length - new) // size]
-            if start % size and block not in self.slot_of:  # rolled back to where no floats are left
+            if start % size and block not in recent.slot_of:  # rolled back to where no floats are left
                 self._reopen(block)
-            before.append([self.slot_of[block] * size + i for i in range(start % size)] if start % size else [])
+            before.append([recent.slot_of[block] * size + i for i in range(start % size)] if start % size else [])
         for (
             table,
             _,
@@ -185,20 +182,19 @@ class QuantizedPagedCache:
         ) in requests:  # what lies beyond the tokens is room, or padding: block 0, perhaps another's
             last = (length - 1) // size
             done, room = set(table[: max(last - 1, 0)]), set(table[last + 1 :]) - {0}
-            for block in self.slot_of.keys() & (done | room):
-                self._release(block)
+            for block in recent.slot_of.keys() & (done | room):
+                recent.release(block)
         for table, new, length in requests:
             last = (length - 1) // size
             for place in range(max((length - new) // size, last - 1), last + 1):
-                self._take(table[place])
+                recent.take(table[place])
         return before
 
     def _reopen(self, block: int) -> None:
-        slot, self.reopened = self._take(block), self.reopened + 1
-        for role in "kv":
-            for layer in range(len(self.recent[role])):
-                parts = tuple(part[layer, block] for part in self.parts[role])
-                self.recent[role][layer, slot] = self.form.decode(role, parts, self.dtype)[0]
+        """Floats again, from the codes."""
+        self.reopened += 1
+        units = [tuple(part[:, block].flatten(0, 1) for part in self.parts[role]) for role in "kv"]  # [layers, ...]
+        self.recent.set(block, tuple(self.form.decode(role, x, self.dtype) for role, x in zip("kv", units)))
 
     def _group(self, spans: list[tuple], flat, tensor) -> Group:
         """spans: (first row, new tokens, tokens in all, rounded blocks, first float, places of the floats)."""
@@ -241,7 +237,7 @@ class QuantizedPagedCache:
             for stored, part in zip(self.parts[role], written):
                 stored[layer].flatten(0, 1).index_copy_(0, self._kept, part)  # a token is a unit
             return new
-        recent = self.recent[role][layer].flatten(0, 1)  # [slots * size, kv_heads, dim]
+        recent = self.recent.layer(role, layer)  # [slots * size, kv_heads, dim]
         floats = torch.cat((recent.index_select(0, self._old), new))
         if len(self._full):
             units = floats.index_select(0, self._full_from.flatten()).unflatten(0, self._full_from.shape)
@@ -260,56 +256,22 @@ class QuantizedPagedCache:
         keys = torch.cat((rounded, fresh), 1)
         return keys if group.valid is None else keys.masked_fill_(~group.valid[..., None, None], 0)
 
-    # Blocks of floats.
-
-    def _take(self, block: int) -> int:
-        if block not in self.slot_of:
-            if not self._free:
-                slots, more = self.recent["k"].shape[1], 2
-                with torch.inference_mode(False):
-                    for role, x in self.recent.items():
-                        self.recent[role] = torch.cat((x, x.new_zeros(len(x), more, *x.shape[2:])), 1)
-                self._free = list(range(slots, slots + more))
-            self.slot_of[block] = self._free.pop()
-        return self.slot_of[block]
-
-    def _release(self, block: int) -> None:
-        if (slot := self.slot_of.pop(block, None)) is not None:
-            self._free.append(slot)
-
-    def _floats(self, block: int) -> tuple[Tensor, Tensor] | None:
-        slot = self.slot_of.get(block)
-        return None if slot is None else tuple(self.recent[role][:, slot].clone() for role in "kv")
-
-    def _set_floats(self, block: int, floats: tuple[Tensor, Tensor] | None) -> None:
-        if floats is None:
-            self._release(block)
-            return
-        slot = self._take(block)
-        for role, stored in zip("kv", floats):
-            self.recent[role][:, slot] = stored.to(self.recent[role].device)
-
     # Copies between steps.
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(source, target) block copies in all layers. All sources are read before any target is written."""
         self._move(self.parts, [s for s, _ in pairs], self.parts, [t for _, t in pairs])
-        for target, floats in [(t, self._floats(s)) for s, t in pairs]:
-            self._set_floats(target, floats)
+        self.recent.copy(pairs)
 
     def swap_out(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy blocks to host memory."""
         self._move(self.parts, blocks, self.host, host_blocks)
-        for block, target in zip(blocks, host_blocks):
-            self.host_recent.pop(target, None)
-            if (floats := self._floats(block)) is not None:
-                self.host_recent[target] = tuple(x.cpu() for x in floats)
+        self.recent.swap_out(blocks, host_blocks)
 
     def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy blocks back to the device."""
         self._move(self.host, host_blocks, self.parts, blocks)
-        for source, block in zip(host_blocks, blocks):
-            self._set_floats(block, self.host_recent.get(source))
+        self.recent.swap_in(host_blocks, blocks)
 
     @staticmethod
     def _move(sources: dict, source_blocks: Sequence[int], targets: dict, target_blocks: Sequence[int]) -> None:
