@@ -20,6 +20,7 @@ import torch
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
+from minillm.engine.parallel import start_parallel
 from minillm.engine.request import RequestGroup
 from minillm.engine.speculation import Speculator
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
@@ -58,6 +59,8 @@ class LLM:
     take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
     speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-draft" or another model,
     "self-int4", "exit-2", or a dictionary of `SpeculativeOptions`. By default it switches itself off where it loses.
+    tensor_parallel_size: ranks that share every matrix (chapter 18), one GPU each, or processes on a CPU; they end
+    with `close()`, with the block of `with LLM(...) as llm`, or with this process. Under torchrun: its ranks.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
     num_host_blocks, keep_log; what each means stands there.
     """
@@ -81,6 +84,7 @@ class LLM:
         quantization: str | None = None,
         compile: bool = False,
         speculative: str | Mapping | SpeculativeOptions | None = None,
+        tensor_parallel_size: int = 1,
         seed: int | None = None,
         **more: Any,
     ) -> None:
@@ -108,7 +112,14 @@ class LLM:
             raise ParamsError(illegal("seed", seed, "must be None or a whole number"))
         check_name(quantization)
         wanted = parse(speculative)
-        loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
+        self.parallel = None  # its ranks, if there are several
+        if tensor_parallel_size != 1 or isinstance(tensor_parallel_size, bool):
+            self.parallel = start_parallel(
+                model, tensor_parallel_size, dtype, device, quantization, options, compile=compile, speculative=wanted
+            )
+            loaded, options = self.parallel.model, self.parallel.options
+        else:
+            loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
         if compile:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
         self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
@@ -121,6 +132,19 @@ class LLM:
             speculator = Speculator(proposer, make_lengths(wanted))
         seed = None if seed is None else int(seed)
         self.engine = Engine(self.model, options, self.tokenizer, eos_ids, seed, speculator)
+        if self.parallel is not None:
+            self.parallel.attach(self.engine)
+
+    def close(self) -> None:
+        """End the other ranks (tensor_parallel_size above 1); nothing else holds anything. Twice is harmless."""
+        if self.parallel is not None:
+            self.parallel.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from minillm.cache.quantized_paged import paged_format
 from minillm.engine.engine import Engine
 from minillm.engine.graphs import EagerBackend, GraphRunner
 from minillm.engine.options import EngineOptions
+from minillm.engine.parallel import STOP, ParallelRunner, follow, send
 from minillm.engine.policies import Arrival, run_trace
 from minillm.engine.speculation import Speculator
 from minillm.kernels.decoding_reference import paged_attention
@@ -40,6 +41,9 @@ from minillm.model.decoder import Decoder, init_weights
 from minillm.model.generate import generate_naive
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
+from minillm.parallel.groups import run_threads
+from minillm.parallel.launch import World
+from minillm.parallel.tensor import apply_tensor_parallel
 from minillm.quant.named import quantize_by_name
 from minillm.speculative.adaptive import AdaptiveLength
 from minillm.speculative.draft_model import DraftModel
@@ -247,8 +251,8 @@ def speculator(kind: str, model) -> Speculator | None:
     return Speculator(DraftModel(quantize_by_name(draft, "int8"), 3, block_size=4), 4)
 
 
-def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
-    """(the tokens of each prompt, twice; preemptions)."""
+def emit_engine(model: Decoder, option: dict, attach=None) -> tuple[list[list[int]], int]:
+    """(the tokens of each prompt, twice; preemptions). attach: what is done to the engine before its first step."""
     prompts = shared_prompts()
     options = engine_options(option, max(map(len, prompts)) + NEW_TOKENS - 1)
     if option["batching"] in ("static", "dynamic"):
@@ -259,6 +263,8 @@ def emit_engine(model: Decoder, option: dict) -> tuple[list[list[int]], int]:
     if option.get("graph") == "replay":  # a graph's contract without CUDA, which also pads 3 requests to 4 rows
         engine.runner = GraphRunner(model, engine.runner.cache, (1, 2, 4), EagerBackend())
         assert engine.runner.why_eager is None
+    if attach is not None:
+        attach(engine)
     params, groups = SamplingParams(max_tokens=NEW_TOKENS, temperature=0), []
     for _ in range(2):
         groups += [engine.add(prompt, params, priority=len(prompt) % 3) for prompt in prompts]
@@ -303,6 +309,48 @@ def test_the_engine_emits_the_same_tokens_compiled(option):
         pytest.skip(fast.why_eager)
     for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected_texts("gqa", None) * 2, strict=True):
         assert_same(model_of(option), prompt, tokens, wanted)
+
+
+# Drafts by the first layers of the target are left out: on several ranks its layers run on all or on none.
+RANKS = {name: values for name, values in ENGINE.items() if name not in ("graph", "attention")} | {
+    "batching": ["one by one", "continuous"],
+    "speculation": [
+        "off",
+        "ngram",
+        "int8 copy",
+        "adaptive",
+    ],
+    "ranks": [2, 4],
+}
+
+
+@pytest.mark.parametrize("option", pairwise(RANKS), ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_the_engine_emits_the_same_tokens_on_several_ranks(option):
+    """Rank 0 schedules, the others follow its plans. With 4 ranks, heads of "gqa" and "mqa" are kept more than once.
+    Ranks are threads here; tests/test_parallel_engine.py starts processes."""
+    whole, told = model_of(option), []
+
+    def rank_main(group):
+        model = apply_tensor_parallel(copy.deepcopy(whole), group)
+        model = pack_linears(model) if option["layout"] == "packed" else model
+        world = World(group, group, torch.device("cpu"))
+        if group.rank() > 0:
+            return follow(model, world)
+
+        def attach(engine):
+            told.append(engine)
+            assert not group.sent
+            engine.runner = ParallelRunner(model, engine.runner.cache, world)
+
+        got, _ = emit_engine(model, option, attach)
+        send(STOP, [], world)
+        return got
+
+    got = run_threads(rank_main, option["ranks"])[0]
+    assert len(told) == 1, "one rank alone has an engine"
+    expected = expected_texts(option["heads"], option["window"])
+    for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
+        assert_same(whole, prompt, tokens, wanted)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -1,7 +1,6 @@
 """Tensor parallelism: a cut model gives the logits of the whole one, for every family and number of ranks.
 
-Ranks are threads over real gloo here, which takes no time to start; one launch of processes, in
-`test_parallel_engine.py`, serves all that only processes can show.
+Ranks are threads here, which take no time to start; processes over gloo are in `test_parallel_engine.py`.
 """
 
 import copy

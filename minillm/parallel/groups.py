@@ -3,17 +3,16 @@
 Chapter 18. The layers take a process group of `torch.distributed` (gloo on CPUs, NCCL on GPUs) and call these
 functions. With one rank nothing is sent. A peer that has gone is a `PeerLost`, at once: its socket is closed.
 
-`run_threads` makes every rank a thread of this process. Between them is the same gloo over the same sockets, so what
-is proved there holds between processes; the threads share one interpreter, so their speed says nothing. Before each
-collective the threads compare what they bring: a rank that stays away, or brings another shape, is an error that says
-so, where processes would wait for each other until the time-out.
+`run_threads` makes every rank a thread of this process, with a group of the same methods whose tensors change hands
+in memory: it starts at once, so it is for building and proving; speed is measured between processes
+(`minillm.parallel.launch`). Before each collective the threads compare what they bring: a rank that stays away, or
+brings another shape, is an error that says so, where processes would wait for each other until the time-out.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -65,11 +64,12 @@ def _finish(start: Callable[[], Any], what: str) -> None:
 
 
 class Meeting:
-    """Where the threads of one run compare what each brings to its n-th collective."""
+    """Where the threads of one run bring their tensors to the n-th collective, and take what the others brought."""
 
     def __init__(self, ranks: int, seconds: float) -> None:
         self.ranks, self.seconds, self.changed = ranks, seconds, threading.Condition()
-        self.brought: dict[int, dict[int, str]] = {}  # number of the collective -> rank -> what
+        self.tables: dict[int, dict[int, tuple[str, Tensor]]] = {}  # number -> rank -> (what it is, a copy)
+        self.taken: dict[int, int] = {}
         self.gone: set[int] = set()
 
     def leave(self, rank: int) -> None:
@@ -78,66 +78,79 @@ class Meeting:
             self.gone.add(rank)
             self.changed.notify_all()
 
-    def compare(self, rank: int, number: int, what: str) -> None:
+    def exchange(self, rank: int, number: int, what: str, x: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks."""
         with self.changed:
-            here = self.brought.setdefault(number, {})
-            here[rank] = what
+            here = self.tables.setdefault(number, {})
+            here[rank] = (what, x.clone())
             self.changed.notify_all()
             self.changed.wait_for(lambda: len(here) == self.ranks or self.gone - here.keys(), self.seconds)
             if len(here) < self.ranks:
                 absent = sorted(self.gone - here.keys())
                 why = f"rank {absent[0]} has ended" if absent else f"not every rank came in {self.seconds:g} s"
                 raise PeerLost(f"rank {rank} waits in its collective {number}, {what}; {why}")
-            if len(set(here.values())) > 1:
-                told = "; ".join(f"rank {r} brings {here[r]}" for r in sorted(here))
+            if len({text for text, _ in here.values()}) > 1:
+                told = "; ".join(f"rank {r} brings {here[r][0]}" for r in sorted(here))
                 raise PeerLost(f"the ranks disagree on collective {number}: {told}")
+            self.taken[number] = self.taken.get(number, 0) + 1
+            if self.taken[number] == self.ranks:
+                del self.tables[number], self.taken[number]
+        return [here[r][1] for r in range(self.ranks)]
+
+
+class Done:
+    """A collective that is over."""
+
+    def wait(self) -> None: ...
 
 
 class ThreadGroup:
-    """A gloo group of threads. `sent` lists this rank's collectives: (name, bytes of the tensor it brought)."""
+    """A process group whose ranks are threads. `sent` lists this rank's collectives: (name, bytes it brought)."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, meeting: Meeting) -> None:
-        self.gloo, self.meeting, self.sent = gloo, meeting, []
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
+        self.sent: list[tuple[str, int]] = []
 
     def rank(self) -> int:
-        return self.gloo.rank()
+        return self._rank
 
     def size(self) -> int:
-        return self.gloo.size()
+        return self._meeting.ranks
 
-    def allreduce(self, tensors: list[Tensor]):
-        self._meet("all_reduce", tensors[0])
-        return self.gloo.allreduce(tensors)
+    def allreduce(self, tensors: list[Tensor]) -> Done:
+        first, *others = self._exchange("all_reduce", tensors[0])
+        for other in others:  # in the order of ranks: the same sum, to the bit, on all
+            first = first + other
+        tensors[0].copy_(first)
+        return Done()
 
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor]):
-        self._meet("all_gather", tensors[0])
-        return self.gloo.allgather(outputs, tensors)
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor]) -> Done:
+        for output, brought in zip(outputs[0], self._exchange("all_gather", tensors[0])):
+            output.copy_(brought)
+        return Done()
 
-    def broadcast(self, tensors: list[Tensor], options):
-        self._meet("broadcast", tensors[0])
-        return self.gloo.broadcast(tensors, options)
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Done:
+        tensors[0].copy_(self._exchange("broadcast", tensors[0])[options.rootRank])
+        return Done()
 
-    def _meet(self, name: str, x: Tensor) -> None:
+    def _exchange(self, name: str, x: Tensor) -> list[Tensor]:
         self.sent.append((name, x.nbytes))
-        shown = f"{name} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        self.meeting.compare(self.rank(), len(self.sent), shown)
+        what = f"{name} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        return self._meeting.exchange(self._rank, len(self.sent), what, x)
 
 
 def run_threads(function: Callable, ranks: int, *args, seconds: float = 60.0) -> list:
     """function(group, *args) on every rank, each a thread; returns what each gave. The first error is raised."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ParamsError(illegal("ranks", ranks, "must be a whole number of at least 1"))
-    store, meeting = dist.HashStore(), Meeting(ranks, seconds)
+    meeting = Meeting(ranks, seconds)
     results: list = [None] * ranks
     errors: list[BaseException] = []
-    alive: list = []  # every group, until all threads are done: one that is freed closes its sockets
 
     def work(rank: int) -> None:
         try:
-            gloo = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds))
-            alive.append(gloo)
             with torch.inference_mode():
-                results[rank] = function(ThreadGroup(gloo, meeting), *args)
+                results[rank] = function(ThreadGroup(rank, meeting), *args)
         except BaseException as error:  # handed to the caller below
             errors.append(error)
         finally:

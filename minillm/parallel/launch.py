@@ -115,6 +115,7 @@ class Ranks:
             raise ParamsError("this process is a rank already: close the other parallel model first (llm.close())")
         check_devices(device, size)
         self.size, self.open, self._threads = size, True, torch.get_num_threads()
+        self.world: World | None = None
         share = max(1, self._threads // size) if threads is None else threads
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)  # any free port
         job = (store.port, size, str(device), seconds, share, worker, args)
@@ -180,6 +181,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
+        self.world = None  # the groups' own threads end here, and not while the interpreter does
         leave()
         torch.set_num_threads(self._threads)
 
