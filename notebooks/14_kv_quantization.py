@@ -389,9 +389,9 @@ else:
     print("smollm2-135m: not run here (minillm pull smollm2-135m, and full mode)")
 
 # %% [markdown]
-# Four bits cost little there, two bits a fifth or more of perplexity: "2-bit KV is free" depends on the model. KIVI's
-# authors report, for Llama, Falcon and Mistral models, almost the same quality at 2 bits, 2.6 x less peak memory
-# (weights included) and batches up to 4 x larger. What the two bits are worth, on numbers without outliers:
+# Four bits cost little there, two bits plainly something: "2-bit KV is free" depends on the model. KIVI's authors
+# report, for Llama, Falcon and Mistral models, almost the same quality at 2 bits, 2.6 x less peak memory (weights
+# included) and batches up to 4 x larger. What the two bits are worth, on numbers without outliers:
 
 # %%
 x = torch.randn(1, 4096, 1, 32, generator=generator)
@@ -424,7 +424,7 @@ plt.show()
 print("last eighth / first eighth: " + ", ".join(f"{name} {ratio:.1f} x" for name, ratio in growth.items()))
 
 # %% [markdown]
-# *INT4 and INT2 begin low because the first tokens are still in the window; then the curves rise a little and
+# *The first tokens of a context are still in the window, or few; from there on the curves rise a little and
 # flatten.* Attention averages over many tokens, so errors of single tokens partly cancel: what is added by a longer
 # context is more of the same error, not a product of errors.
 #
@@ -456,10 +456,10 @@ plots.beside(table, "x", f"Speed of a decode step, {prompt.shape[1]} tokens of c
 plt.show()
 
 # %% [markdown]
-# *Above 1 would be faster.* It is slower here: the cache is unpacked into floats before it is attended, so nothing is
-# saved but memory. Where a kernel unpacks in registers, the bytes that are read fall with the bits, and at long
-# contexts, where KV is most of what a step reads, the step gets faster. The memory is saved either way, and with it
-# comes throughput: more requests share each reading of the weights (chapter 04).
+# *Orange: the float cache; beyond it would be faster.* It is slower here: the cache is unpacked into floats before it
+# is attended, so nothing is saved but memory. Where a kernel unpacks in registers, the bytes that are read fall with
+# the bits, and at long contexts, where KV is most of what a step reads, the step gets faster. The memory is saved
+# either way, and with it comes throughput: more requests share each reading of the weights (chapter 04).
 
 # %% [markdown]
 # ## 7. Where it backfires
@@ -487,7 +487,9 @@ for name, which, before in contest:
 # %% [markdown]
 # With stripes of 10 times the median, four levels across all channels leave the quiet ones no level of their own: the
 # scores, q @ k, lose them. `tiny`'s stripes are faint and the harm is small; where they are strong, the model is
-# broken. At 8 bits the same sharing is harmless, which is why INT8 and FP8 caches get away with it.
+# broken. (The bits printed include scales and lows; a vector of 64 channels shares one more widely than 32 tokens do,
+# so there the broken form also takes half a bit less.) At 8 bits the same sharing is harmless, which is why INT8 and
+# FP8 caches get away with it.
 #
 # ### Values per channel
 #
