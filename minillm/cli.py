@@ -27,11 +27,12 @@ BENCH_MODULES = (
     "minillm.engine.compiled_bench",
     "minillm.measure.fused_bench",
     "minillm.engine.graphs_bench",
+    "minillm.engine.speculative_bench",
     "minillm.engine.course_bench",
 )
 BENCH_NAMES = (
     *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
-    *("compile", "fused", "graphs", "course"),
+    *("compile", "fused", "graphs", "speculative", "course"),
 )
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."

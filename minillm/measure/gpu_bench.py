@@ -39,6 +39,7 @@ PLAN: tuple[tuple[str, float, dict], ...] = (
     ("decode", 60, {"repeats": 3}),
     ("throughput", 90, {"repeats": 2}),
     ("prefix", 30, {"repeats": 3}),
+    ("speculative", 80, {"repeats": 2, "proposers": ("ngram", "tiny-draft"), "batches": (1, 8, 32), "tokens": 48}),
     ("scheduler", 10, {"repeats": 1}),
     ("checks", 150, {}),
 )
