@@ -4,7 +4,7 @@
 # **A quantised model is another model. Say how far from the original it is, on what text, on what task, and how sure
 # you are; one perplexity says none of that.**
 #
-# > *The interviewer asks:* "Your 4-bit model has perplexity 36.6, the original 36.3. Is that damage or noise? What
+# > *The interviewer asks:* "Your 4-bit model has perplexity 36.6, the original 35.8. Is that damage or noise? What
 # > would you measure before you ship it, and what could still be broken when perplexity looks fine?"
 #
 # You will be able to
@@ -47,7 +47,7 @@ text = (ASSETS / "heldout.txt").read_text(encoding="utf-8")
 words = tokenizer.encode(text)
 SAMPLES = pick(16, 4)
 calibration = torch.tensor(words[: SAMPLES * 128]).view(SAMPLES, 128)  # the book's beginning
-evaluation = words[-pick(4096, 1536) :]  # its end
+evaluation = words[-pick(4096, 1280) :]  # its end
 middle = words[SAMPLES * 128 : -4096]
 print(f"model: tiny, on {device}, {torch.get_num_threads()} CPU threads")
 print(f"calibration {calibration.numel()} tokens, evaluation {len(evaluation)} others")
@@ -226,32 +226,38 @@ print(inspect.getsource(score))
 # its own page on the perplexity of fixed-length models: same windows, its model, its loss.
 
 # %%
-for window, stride in ((256, 256), (256, 100), (512, 128)):
-    ours = token_losses(model, piece, window, stride).mean().exp().item()
-    small = token_losses(model, piece, window, stride)
-    if stride < window:
-        assert torch.allclose(small_losses(model, piece, window, stride).cpu(), small, atol=1e-3)
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        print("transformers is not installed: left out")
-        break
-    theirs = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32).eval()
+try:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32).eval()
+except ImportError:
+    print("transformers is not installed: its column is left out")
+    oracle = None
+
+
+@torch.inference_mode()
+def transformers_perplexity(window, stride):
     total = count = done = 0
     for start in range(0, len(piece), stride):
         ids = torch.tensor([piece[start : start + window]])
         labels = ids.clone()
-        labels[:, : ids.shape[1] - (start + ids.shape[1] - done)] = -100  # scored by an earlier window
-        scored = (labels[:, 1:] != -100).sum().item()
-        if scored:
-            with torch.inference_mode():
-                total, count = total + theirs(ids, labels=labels).loss.item() * scored, count + scored
+        labels[:, : max(0, done - start)] = -100  # scored by an earlier window
+        fresh = (labels[:, 1:] != -100).sum().item()
+        if fresh:
+            total, count = total + oracle(ids, labels=labels).loss.item() * fresh, count + fresh
         done = start + ids.shape[1]
         if done == len(piece):
-            break
-    expected = math.exp(total / count)
-    print(f"window {window}, stride {stride}: ours {ours:.4f}, transformers {expected:.4f}")
-    assert abs(ours / expected - 1) < 1e-3
+            return math.exp(total / count)
+
+
+for window, stride in pick([(256, 256), (256, 100), (512, 128)], [(256, 100)]):
+    library = token_losses(model, piece, window, stride)
+    assert torch.allclose(small_losses(model, piece, window, stride).cpu(), library, atol=1e-3)
+    ours = library.mean().exp().item()
+    theirs = None if oracle is None else transformers_perplexity(window, stride)
+    print(f"window {window}, stride {stride}: ours {ours:.4f}, transformers {theirs}")
+    assert theirs is None or abs(ours / theirs - 1) < 1e-3
 kept = Reference(model, piece[:256], window=256).damage(int4_model)
 assert torch.allclose(kept.kl, kl[:-1].cpu(), atol=1e-4) and torch.equal(kept.agree, agree[:-1].cpu())
 lib = difference(*(token_losses(m, piece, 256, 128) for m in (int4_model, model)))
@@ -274,7 +280,7 @@ reveal("15.uniform", perplexity(lambda ids: torch.zeros(*ids.shape, 2048), piece
 
 # %%
 questions = {
-    "passage": passage(middle, pick(64, 24), context=24),
+    "passage": passage(middle, pick(48, 16), context=24),
     "turn": turn(tokenizer, text[20_000:220_000], pick(80, 32)),
 }
 for asked in (questions["passage"][0], questions["turn"][0], questions["turn"][1]):
@@ -288,9 +294,7 @@ for task, answers in original.items():
     print(f"{task}: the original has {shown(answers.accuracy, 2)} right, a guess {1 / 4:.2f}")
 
 # %% tags=["nbval-ignore-output"]
-chosen = methods(
-    pick(None, ["bfloat16", "INT8", "INT4", "INT4 GPTQ", "INT3", "INT2", "W8A8", "FP8", "KV INT8", "KV INT2"])
-)
+chosen = methods(pick(None, ["bfloat16", "INT8", "INT4", "INT3", "INT2", "W8A8", "KV INT8", "KV INT2"]))
 start, rows = time.perf_counter(), {}
 for row in judge(model, evaluation, calibration, questions, chosen):
     rows[row.name] = row
@@ -334,13 +338,13 @@ assert worst.damage.agreement.high < 0.97
 # 16-bit hardware. Blue: rounding to the nearest; green: GPTQ, AWQ; orange: 8-bit products; pink: the cache.*
 #
 # Four things to read off:
-# - **KL and top-1 order the methods; perplexity cannot.** Several ratios have an interval that holds 1, while up to
-#   one greedy token in ten is another one. Errors that help one token and harm the next cancel in a mean of losses.
-#   They do not cancel in KL, which is never negative.
-# - **A ratio below 1 is no gain.** A model that is changed at random is sometimes luckier on 4,096 tokens.
+# - **KL and top-1 order the methods; perplexity cannot.** Several ratios have an interval that holds 1, while one
+#   greedy token in twenty, or more, is another one. Errors that help one token and harm the next cancel in a mean of
+#   losses. They do not cancel in KL, which is never negative.
+# - **A ratio below 1 is no gain.** A model that is changed at random is sometimes luckier on a few thousand tokens.
 # - **The tasks saturate.** INT2, whose perplexity has more than doubled, still answers most of what the original did.
-#   Four choices are a coarse ruler: accuracy needs many more questions than these. Count **flips** (翻转), the
-#   answers that changed in either direction: accuracy is their difference, and hides them.
+#   Four choices are a coarse ruler, and a few dozen questions a short one. Count **flips** (翻转), the answers that
+#   changed in either direction: at INT2 they are at least twice what accuracy, their difference, shows.
 # - **Not one method dents the turn task.** Remember that in section 7.
 #
 # ### How sure, and how much text?
@@ -382,9 +386,8 @@ reveal("15.same_answer", same[:, -1].mean())
 print(f"INT4: the first {same.sum(1).mean():.1f} of 32 tokens are the same, {same[:, -1].mean():.0%} of the answers")
 
 # %% [markdown]
-# A perplexity alone needs a book to be known to half a per cent; a ratio of two needs a chapter or two of it. And
-# most greedy answers of the 4-bit model are different texts, though more stay the same than 0.88³² says: the tokens
-# that flip are those with two near-equal candidates, and they come in bunches.
+# To know a perplexity alone to half a per cent takes a shelf of novels; to know the ratio of two takes a chapter or
+# two of one. And after a handful of tokens the greedy answer of the 4-bit model is another text.
 #
 # ### A real model
 #
@@ -414,12 +417,13 @@ if not is_available("smollm2-135m"):
 elif not pick(True, False):
     print("left out in fast mode")
 else:
-    smollm2 = real_model(tokens=512, asked=16, names=["INT8", "INT4", "KV INT2"])
+    smollm2 = real_model(tokens=512, asked=12, names=["INT8", "INT4", "KV INT2"])
 
 # %% [markdown]
 # *Four bits without calibration hurt this model more than they hurt `tiny`; with 512 tokens the interval says how
 # much is known. The model with the higher perplexity needs fewer bits for the book: it cuts the text into fewer
-# tokens, each harder. Compare perplexities under one tokeniser, or bits a byte.*
+# tokens, each harder. Compare perplexities under one tokeniser, or bits a byte. And look at the sign of the turn
+# column: a damaged model may score higher on a small task, here by saying "over" more readily. That is no gain.*
 
 # %% [markdown]
 # ### The selection table
@@ -592,7 +596,7 @@ plt.show()
 if smollm2 is not None:
     real, voice, ids, judged, tasks = smollm2
     print(f"smollm2-135m: {real.config.vocab_size - len(set(ids))} of {real.config.vocab_size} tokens never occur")
-    for row in judge(real, judged, None, tasks, [rare_rows(4, book=ids), rare_rows(4, False, book=ids)]):
+    for row in judge(real, judged, None, tasks, [rare_rows(4, book=ids)]):
         finished = torch.tensor([q.choices[q.answer] == (end_of_turn(voice),) for q in tasks["turn"]])
         was, now = (x["turn"].correct[finished].mean() for x in (row.original, row.scores))
         print(f"{row.name:22s} perplexity x {shown(row.damage.ratio)}, answers that are over: {was:.2f} -> {now:.2f}")
@@ -637,7 +641,7 @@ explore(
 # %% [markdown]
 # ## 9. Say it
 #
-# **"Perplexity 36.6 against 36.3: damage or noise?"**
+# **"Perplexity 36.6 against 35.8: damage or noise?"**
 # - *20 seconds.* Not to be told from the two numbers: each is uncertain by several per cent. Take the difference of
 #   losses token by token on the same text, resample it in blocks, and see whether the interval holds 0.
 # - *2 minutes.* The right panel of section 3; why hard passages cancel in pairs; why blocks and not tokens; the table
@@ -645,7 +649,7 @@ explore(
 # - *Follow-up: two papers report 5.68 and 5.47 for one model?* Window, stride, first tokens scored or not, tokeniser,
 #   text clean-up. Rerun both in one loop.
 # - *The number:* with about 3 nats of spread a token, ± 0.5 % takes over a million tokens unpaired
-#   (`15.tokens_unpaired`); in pairs, for INT4, less than a tenth (section 6, "How sure").
+#   (`15.tokens_unpaired`); in pairs, for INT4, about a hundredth of it (section 6, "How sure").
 #
 # **"What do you measure besides perplexity?"**
 # - *20 seconds.* KL and top-1 agreement with the original, which cannot cancel; a task of the product with flips
