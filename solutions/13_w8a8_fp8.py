@@ -217,7 +217,7 @@ check("13.smoothed_linear", smoothed_linear)
 # %% [markdown]
 # ## 6. Estimate it: codes, bytes, rows (10 minutes)
 #
-# **What.** Write down expressions; graded to 2 %. The card: an H100, 1,979 x 10¹² INT8 operations/s, 989 x 10¹²
+# **What.** Write down expressions; graded to 0.5 %. The card: an H100, 1,979 x 10¹² INT8 operations/s, 989 x 10¹²
 # bfloat16 ones, 3.35 x 10¹² bytes/s (its data sheet, dense).
 #
 # | key | what |

@@ -173,7 +173,7 @@ def test_it_says_why_it_is_emulated(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     wide = quantize_fp8(torch.randn(32, 64), E5M2, "row")
     assert "E5M2 by E5M2" in why_emulated(cuda, wide, wide)
-    assert why_emulated(cuda, wide, w) is None
+    assert why_emulated(cuda, wide, w) is None and "E4M3 weights" in why_emulated(cuda, a, wide)
     odd = quantize_fp8(torch.randn(32, 60), E4M3, "row")
     assert "multiples of 16" in why_emulated(cuda, odd, odd)
     assert "both" in why_emulated(cuda, a, whole[1])

@@ -126,6 +126,8 @@ def why_emulated(device: torch.device | str, a: Scaled | None = None, w: Scaled 
             return "no matrix unit multiplies E5M2 by E5M2"
         if a.values.shape[1] % 16 or len(w.values) % 16:
             return f"sizes must be multiples of 16: {a.values.shape[1]} inputs, {len(w.values)} outputs"
+        if rows and w.form == E5M2:
+            return "products with a scale a row want E4M3 weights"
         if rows and not (a.scale.numel() == len(a.values) and w.scale.numel() == len(w.values)):
             return "scales must be by row on both sides, or one in all on both"
     return None
