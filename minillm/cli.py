@@ -29,10 +29,11 @@ BENCH_MODULES = (
     "minillm.engine.graphs_bench",
     "minillm.engine.speculative_bench",
     "minillm.engine.course_bench",
+    "minillm.measure.parallel_bench",
 )
 BENCH_NAMES = (
     *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
-    *("compile", "fused", "graphs", "speculative", "course"),
+    *("compile", "fused", "graphs", "speculative", "course", "tensor-parallel"),
 )
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."

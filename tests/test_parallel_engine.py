@@ -19,13 +19,16 @@ from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.parallel import INLINE, check_mix, decode, encode, receive, send
 from minillm.errors import ParamsError
+from minillm.measure.parallel_bench import llama_like, measure
 from minillm.parallel.groups import run_threads
 from minillm.parallel.launch import RankError, Ranks, World, rank_device
+from minillm.parallel.weights import shard_bytes
 from minillm.speculative.options import parse
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ["It was a fine morning, and the family", "It was a fine morning, and the ship", "The sea", "He said"]
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+OPEN: list[LLM] = []
 SETTINGS = dict(device="cpu", dtype="float32", block_size=4, enable_prefix_caching="radix", max_num_batched_tokens=32)
 
 
@@ -46,8 +49,16 @@ def expected():
 @pytest.fixture(scope="module")
 def llm():
     made = LLM("tiny", tensor_parallel_size=2, speculative={"method": "ngram", "adaptive": False}, **SETTINGS)
+    OPEN.append(made)
     yield made
     made.close()
+
+
+@pytest.fixture
+def alone():
+    """A process is a rank of one parallel model at a time."""
+    for made in OPEN:
+        made.close()
 
 
 def test_the_same_tokens_as_on_one_rank_cold_and_from_the_prefix_cache(llm, expected):
@@ -122,7 +133,7 @@ def follow_until_told(world: World, fail_at: int) -> None:
         all_reduce(torch.ones(8), world.group)
 
 
-def test_of_four_ranks_the_one_that_failed_first_is_named():
+def test_of_four_ranks_the_one_that_failed_first_is_named(alone):
     ranks = Ranks(4, follow_until_told, 5)
     pids = ranks.pids()
     start = time.monotonic()
@@ -133,6 +144,20 @@ def test_of_four_ranks_the_one_that_failed_first_is_named():
             raise ranks.blame(error) from None
     assert time.monotonic() - start < 10
     assert not any(map(running, pids))
+
+
+def test_a_rank_takes_the_memory_of_its_slice_and_the_probe_measures_what_it_says(alone):
+    """Own memory of a fresh process while it loads its half of 53 MB: the formula's, and one slice more at most."""
+    results = measure(2, [4096, 65536], [(128, 2)], 1024, repeats=2)
+    taken, formula = results[1]["memory"]
+    config = llama_like(1024)
+    assert formula == shard_bytes(config, 2, 4, 1)
+    assert taken == 0 or 0.9 * formula < taken < formula + 4 * config.vocab_size * config.hidden_size + (4 << 20)
+    for result in results:
+        assert result["allreduce"].keys() == {4096, 65536} and min(result["allreduce"].values()) > 0
+        step = result["steps"][128, 2]
+        assert 0 < step["comm"] < step["cut"]
+    assert results[0]["steps"][128, 2]["alone"] > 0
 
 
 SCRIPT = """
