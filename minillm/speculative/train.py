@@ -85,7 +85,7 @@ def make_student(what: str, target: Decoder, seed: int = 0) -> nn.Module:
     if what == "medusa":
         return MedusaHeads(target.config.hidden_size, HEADS)
     if what == "draft":
-        return load_model("tiny-draft", dtype="float32", device="cpu")
+        return load_model("tiny-draft", dtype="float32", device="cpu").requires_grad_(True)
     head, hidden = EagleHead(target.config), target.config.hidden_size
     with torch.no_grad():
         for weight in head.parameters():
