@@ -181,6 +181,25 @@ WRONG = {
             ),
             "expected",
         ),
+        "a copy that is the source itself": (
+            "class CodeBlocks:\n"
+            "    def __init__(self, blocks, size, dim, bits):\n"
+            "        self.x, self.top = [torch.zeros(size, dim) for _ in range(blocks)], 2**bits - 1\n"
+            "    def write(self, block, place, x):\n"
+            "        scale = ((x.max() - x.min()) / self.top).clamp(min=1e-12)\n"
+            "        self.x[block][place] = x.min() + ((x - x.min()) / scale).round() * scale\n"
+            "    def copy(self, source, target): self.x[target] = self.x[source]\n"
+            "    def read(self, block, count): return self.x[block][:count]\n",
+            "goes its own way",
+        ),
+        "never rounded": (
+            "class CodeBlocks:\n"
+            "    def __init__(self, blocks, size, dim, bits): self.x = torch.zeros(blocks, size, dim)\n"
+            "    def write(self, block, place, x): self.x[block, place] = x\n"
+            "    def copy(self, source, target): self.x[target] = self.x[source]\n"
+            "    def read(self, block, count): return self.x[block, :count]\n",
+            "expected",
+        ),
         "one scale for both blocks": (
             ("self.scale[target] = self.scale[source]", "self.scale[target] = self.scale[target]"),
             "expected",

@@ -404,6 +404,7 @@ def code_blocks(rng):
             ("read", 0, size),
         ]
         forked += [("write", 2, size - 1, token(dim)), ("read", 2, size), ("read", 1, size - 1)]
+        forked += [("write", 2, 0, token(dim)), ("read", 1, size - 1), ("write", 1, 1, token(dim)), ("read", 2, size)]
         reused = [*fill(0, size, dim), *fill(0, size, dim), ("read", 0, size)]
         again = [
             *fill(2, size, dim),
