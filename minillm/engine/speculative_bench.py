@@ -34,7 +34,8 @@ PREDICTABLE = (  # the beginnings of texts that repeat themselves, as the books 
 )
 COPY = (
     "The ship left the harbour at six in the morning with a cargo of salt, rope and forty barrels of oil. Its "
-    "captain, a quiet man from Bristol, had made the same journey eleven times and expected no trouble before the islands."
+    "captain, a quiet man from Bristol, had made the same journey eleven times and expected no trouble "
+    "before the islands."
 )
 PROPOSERS = ("ngram", "tiny-draft", "self-int8", "self-int4", "exit-3")
 
