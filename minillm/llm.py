@@ -26,11 +26,13 @@ from minillm.engine.speculation import Speculator
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
 from minillm.kernels.fused import try_fuse
 from minillm.model.compiled import CompiledDecoder
+from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
+from minillm.quant.checkpoints import is_quantized, load_quantized
 from minillm.quant.named import check_name, quantize_by_name
 from minillm.speculative.make import make_lengths, make_proposer
 from minillm.speculative.options import SpeculativeOptions, parse
@@ -119,7 +121,7 @@ class LLM:
             )
             loaded, options = self.parallel.model, self.parallel.options
         else:
-            loaded = quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
+            loaded = load_weights(model, dtype, device, quantization)
         if compile:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
         self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
@@ -251,6 +253,15 @@ class LLM:
             if not isinstance(entry, Integral) or isinstance(entry, bool):
                 raise ParamsError(illegal("priority", entry, "must be a whole number; lower is more urgent"))
         return [int(entry) for entry in many]
+
+
+def load_weights(model: str, dtype, device, quantization: str | None) -> Decoder:
+    """The model in its bits: quantised here by name, or as its folder holds it."""
+    if not is_quantized(model):
+        return quantize_by_name(load_model(model, dtype=dtype, device=device), quantization)
+    if quantization is not None:
+        raise ParamsError(illegal("quantization", quantization, f"must be None: {model} is quantised already"))
+    return load_quantized(model, dtype=dtype, device=device, packed=True)
 
 
 def _as_list(prompts) -> list[Prompt]:

@@ -5,6 +5,7 @@ grid; its `weight` tensors are what the tools dequantise.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from minillm import LLM, SamplingParams
+from minillm.engine.engine import Engine
 from minillm.errors import ConfigError, MinillmError, ParamsError, WeightsError
 from minillm.model.export import hf_weights
 from minillm.model.hub import ASSETS
@@ -217,3 +220,23 @@ def test_saved_integers_are_those_that_quantize_model_packs(tmp_path):
     packed = load_quantized(tmp_path, "float32", "cpu", packed=True, kernel="unpack")
     with torch.no_grad():
         assert torch.allclose(packed(tokens), model(tokens), atol=1e-4)
+
+
+def test_llm_opens_a_quantised_folder(tmp_path):
+    model, results = tiny(Scheme(4, True, "group", 64))
+    save_quantized(model, results, tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if (ASSETS / "tiny" / file).is_file():
+            shutil.copy(ASSETS / "tiny" / file, tmp_path)
+    params = SamplingParams(max_tokens=5, temperature=0)
+    llm = LLM(str(tmp_path), device="cpu")
+    assert sum(hasattr(m, "scheme") for m in llm.model.modules()) == 8, "its integers stay integers"
+    expected = Engine(
+        load_quantized(tmp_path, device="cpu", packed=True), tokenizer=llm.tokenizer, eos_ids=llm.eos_ids
+    )
+    group = expected.add(llm.tokenizer.encode("The sea was"), params)
+    while expected.has_work:
+        expected.step()
+    assert llm.generate("The sea was", params)[0].token_ids == group.requests[0].output
+    with pytest.raises(ParamsError, match="quantised already"):
+        LLM(str(tmp_path), device="cpu", quantization="int8")

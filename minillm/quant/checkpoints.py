@@ -157,6 +157,14 @@ def load_quantized(
     return replace_linears(model, make)
 
 
+def is_quantized(name: str | Path) -> bool:
+    """Whether this is a folder whose config.json says that its weights are quantised."""
+    if str(name).startswith("shape:") or not (folder := resolve(name)).is_dir():
+        return False
+    config = folder / "config.json"
+    return config.is_file() and isinstance(read_json(config).get("quantization_config"), dict)
+
+
 def save_quantized(
     model: Decoder, quantized: Mapping[str, Quantized], folder: str | Path, layout: str = "compressed-tensors"
 ) -> None:
