@@ -22,6 +22,8 @@ BENCH_MODULES = (
     "minillm.engine.bench",
     "minillm.measure.quantized_bench",
     "minillm.measure.gemm_bench",
+    "minillm.measure.kv_cache_bench",
+    "minillm.measure.damage_bench",
     "minillm.measure.attention_bench",
     "minillm.measure.decode_attention_bench",
     "minillm.engine.compiled_bench",
@@ -33,7 +35,7 @@ BENCH_MODULES = (
 )
 BENCH_NAMES = (
     *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
-    *("compile", "fused", "graphs", "speculative", "course", "tensor-parallel"),
+    *("compile", "fused", "graphs", "speculative", "course", "tensor-parallel", "damage", "kv-cache"),
 )
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from minillm.errors import ParamsError
+from minillm.measure.bench import NotMeasured
 from minillm.measure.choices import passage, turn
 from minillm.measure.damage import METHODS, Method, as_text, judge, kv_bytes, methods, timings, weight_bytes
+from minillm.measure.damage_bench import bench_damage
 from minillm.measure.quality import perplexity
 from minillm.model.hub import ASSETS
 from minillm.model.tokenizer import load_tokenizer
@@ -142,6 +144,22 @@ def test_the_table_has_a_line_a_row(rows):
     assert len(lines) == 1 + len(METHODS) and len({len(line) for line in lines}) == 1
     assert lines[0].split()[:2] == ["weights", "KV/token"] and "turn, change" in lines[0]
     assert as_text([])
+
+
+def test_the_benchmark_gives_every_figure_of_a_row():
+    figures = {found.name: found for found in bench_damage(smoke=True)}
+    parts = ("ratio", "kl", "top1", "passage", "turn", "bytes", "kv_bytes")
+    assert set(figures) == {f"damage.{m}.{part}" for m in ("int4", "int4_gptq", "kv_int2") for part in parts}
+    assert all(found.model == "tiny" and found.workload["window"] == 256 for found in figures.values())
+    for name, found in figures.items():
+        assert found.spread is None if name.endswith("bytes") else found.spread[0] <= found.value <= found.spread[1]
+    assert figures["damage.int4.kl"].value > figures["damage.int4_gptq.kl"].value > 0
+    assert figures["damage.kv_int2.kv_bytes"].value < figures["damage.int4.kv_bytes"].value
+
+
+def test_the_benchmark_says_which_model_is_not_here():
+    with pytest.raises(NotMeasured, match="no-such-model"):
+        next(bench_damage("no-such-model"))
 
 
 def test_an_unknown_method_is_named():
