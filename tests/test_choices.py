@@ -145,6 +145,10 @@ def test_flips_count_both_ways():
     b = Scores("x", ((0.0,),) * 4, torch.tensor([1, 1, 1, 0]), torch.tensor([0, 1, 1, 0]))  # wrong right right right
     assert b.flips(a).value == 0.75 and a.flips(a).value == 0
     assert b.gain(a).value == 0.25 and a.accuracy.value == 0.5 and b.accuracy.value == 0.75
+    fewer = Scores("x", ((0.0,),) * 3, torch.tensor([0, 1, 0]), torch.tensor([0, 1, 1]))
+    for compare in (fewer.flips, fewer.gain):
+        with pytest.raises(ParamsError, match="same questions"):
+            compare(a)
 
 
 @pytest.mark.skipif(not is_available("smollm2-135m"), reason="smollm2-135m is not here")

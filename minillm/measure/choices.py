@@ -5,8 +5,8 @@ and some continuations; the model's answer is the one it finds likeliest:
 
     score(choice) = sum of log p(token | context, tokens of the choice before it) / number of tokens
 
-Without the division ("none") long choices lose to short ones. The public harness divides by characters; here choices
-differ little in characters a token. What is asked:
+Without the division ("none") long choices lose to short ones. (EleutherAI's lm-evaluation-harness divides by
+characters in its acc_norm, so that models with other tokenisers compare; here two models share one.) What is asked:
 
     passage   32 tokens of the text; which of `ways` pieces of the text, of different lengths, comes next?
     turn      a chat whose answers are the text's own sentences; is the answer over, or which token comes next? Half
@@ -72,13 +72,16 @@ class Scores:
 
     def flips(self, other: Scores) -> Interval:
         """Share of the questions whose answer changed from right to wrong, or from wrong to right."""
-        return bootstrap((self.correct != other.correct).float(), block=1)
+        return bootstrap((self.correct != self._same(other).correct).float(), block=1)
 
     def gain(self, other: Scores) -> Interval:
         """Accuracy minus the other's, paired: both answered the same questions."""
-        if len(self.correct) != len(other.correct):
-            raise ParamsError(illegal("other", len(other.correct), f"must answer the same {len(self.correct)}"))
-        return bootstrap(self.correct - other.correct, block=1)
+        return bootstrap(self.correct - self._same(other).correct, block=1)
+
+    def _same(self, other: Scores) -> Scores:
+        if not torch.equal(self.right, other.right):
+            raise ParamsError(illegal("other", f"{len(other.right)} answers", "must be to the same questions"))
+        return other
 
 
 def passage(
