@@ -199,6 +199,7 @@ def flash_attention(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     config: TileConfig | None = None,
+    variant: str = "plain",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q [batch, time, heads, dim], k [batch, length, kv_heads, dim], v [batch, length, kv_heads, v dim] ->
     [batch, time, heads, v dim], and with return_lse the natural log-sum-exp [batch, heads, time] in float32.
@@ -208,16 +209,22 @@ def flash_attention(
     one of them; the log-sum-exp is [heads, tokens]. Queries are the last of their sequence's keys (bottom-right).
 
     window: a query sees itself and the window - 1 tokens before it. scales: what float8 q, k, v are to be multiplied
-    by. config: block sizes; None picks by dims, dtype and GPU.
+    by. config: block sizes; None picks by dims, dtype and GPU. variant: "plain" is the kernel of this file, "hopper"
+    that of `flash_hopper`, "auto" the second wherever it can run.
     """
     plan = plan_attention(
-        q, k, v, scale, causal, window, softcap, starts_q, starts_k, longest, scales, out_dtype, config
+        q, k, v, scale, causal, window, softcap, starts_q, starts_k, longest, scales, out_dtype, config, variant
     )
     lse = torch.empty(plan.lse_shape if return_lse else (1,), dtype=torch.float32, device=q.device)
     out = torch.empty(plan.out_shape, dtype=plan.out_dtype, device=q.device)
     if plan.programs:
         q, k, v, target = (computable(x) for x in (q, k, v, out))
-        launch(plan, q, k, v, target, lse, starts_q, starts_k, return_lse)
+        if plan.variant == "hopper":
+            from minillm.kernels.flash_hopper import launch_hopper
+
+            launch_hopper(plan, q, k, v, target, lse, starts_q, starts_k, return_lse)
+        else:
+            launch(plan, q, k, v, target, lse, starts_q, starts_k, return_lse)
         out = target.to(out.dtype)
     return (out, lse) if return_lse else out
 

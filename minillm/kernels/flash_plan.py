@@ -17,6 +17,7 @@ from minillm.kernels.launch import FLOATS, check_tensor, interpreted, power_of_t
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LOG2_E = math.log2(math.e)
+VARIANTS = ("plain", "auto", "hopper")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Plan:
     lse_shape: tuple[int, ...]
     out_dtype: torch.dtype
     config: TileConfig
+    variant: str  # "plain" or "hopper"
 
 
 def default_config(dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> TileConfig:
@@ -81,9 +83,45 @@ def candidates(dim: int, v_dim: int, itemsize: int, limit: int) -> list[TileConf
     return [c for c in fits if c.shared_bytes(dim, v_dim, itemsize) <= limit]
 
 
+def hopper_config(dim: int, v_dim: int) -> TileConfig:
+    """Tiles of `flash_hopper`: 4 warps a group, as Triton's warp specialisation asks for; under 227 KB with what it
+    adds to `shared_bytes`."""
+    widest = power_of_two(max(dim, v_dim))
+    return TileConfig(128, 128, 4, 3 if widest <= 64 else 2) if widest <= 128 else TileConfig(128, 64, 4, 2)
+
+
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """One sentence that says why `flash_hopper` cannot take these tensors; None: it can."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it multiplies float16 and bfloat16, not {q.dtype}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.shape[-1] % 8:
+            return f"{name}.shape[-1]={x.shape[-1]} is no multiple of 8: TMA moves 16 bytes at a time"
+        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]) or x.stride(-3) <= 0:
+            return f"{name} has rows that do not start at a multiple of 16 bytes: TMA needs that; call .contiguous()"
+    if not interpreted():
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability[0] != 9:
+            return f"it is written for compute capability 9.x, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def pick_variant(variant: str, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What will run, plain or hopper. auto takes hopper on a Hopper GPU for what it supports; the interpreter runs it
+    when asked by name."""
+    if variant not in VARIANTS:
+        raise ParamsError(illegal("variant", variant, f"must be one of {', '.join(VARIANTS)}"))
+    if variant == "plain" or (variant == "auto" and interpreted()):
+        return "plain"
+    reason = why_not_hopper(q, k, v)
+    if variant == "hopper" and reason is not None:
+        raise ParamsError(illegal("variant", variant, f"cannot run: {reason}"))
+    return "hopper" if reason is None else "plain"
+
+
 def plan_attention(
     q: Tensor, k: Tensor, v: Tensor,
-    scale, causal, window, softcap, starts_q, starts_k, longest, scales, out_dtype, config,
+    scale, causal, window, softcap, starts_q, starts_k, longest, scales, out_dtype, config, variant="plain",
 ) -> Plan:  # fmt: skip
     """Check everything, then count the programs.
 
@@ -104,10 +142,17 @@ def plan_attention(
         raise ParamsError(illegal("longest", longest, "goes with starts_q and starts_k"))
     else:
         rows, time, length = q.shape[0], q.shape[1], k.shape[1]
+    variant = pick_variant(variant, q, k, v)
+    if config is None and variant == "hopper":
+        config = hopper_config(dim, v.shape[-1])
     config = config or default_config(dim, v.shape[-1], q.dtype, q.device)
     for name, block in (("block_m", config.block_m), ("block_n", config.block_n)):
         if block < 16 or block & (block - 1):
             raise ParamsError(illegal(name, block, "must be a power of two of 16 or more"))
+    if variant == "hopper" and config.warps == 4 and config.block_m < 128:
+        raise ParamsError(
+            illegal("block_m", config.block_m, "must be 128 or more where two groups of warps share it")
+        )
     heads, tiles = q.shape[-2], -(-time // config.block_m)
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ParamsError(illegal("out_dtype", out_dtype, f"must be one of {', '.join(map(str, FLOATS))}"))
@@ -125,6 +170,7 @@ def plan_attention(
         lse_shape=(heads, q.shape[0]) if packed else (q.shape[0], heads, q.shape[1]),
         out_dtype=out_dtype or (torch.bfloat16 if q.dtype in FP8 else q.dtype),
         config=config,
+        variant=variant,
     )
 
 

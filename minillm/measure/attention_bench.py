@@ -3,6 +3,8 @@
 Chapter 08. The sizes are those of the FlashAttention papers: 16,384 tokens in all, hidden size 2,048, head dim 64 or
 128, 16 bits. FLOPs are counted their way, 4 x length^2 x dim x heads / 2. Values are compared with float32 before
 anything is timed, and all kernels of one size run in turn, so that a machine that slows down slows all of them.
+The Hopper variant comes after all sizes, beside the plain kernel once more: its figures are `triton_hopper` (warps
+specialised), `triton_hopper_w8` (descriptors alone), and the ratios of both to the plain kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.kernels.attention import attention
-from minillm.kernels.flash_plan import candidates
+from minillm.kernels.flash_plan import TileConfig, candidates, hopper_config, why_not_hopper
 from minillm.kernels.flash_reference import flash_attention_reference
 from minillm.kernels.launch import interpreted, why_not
 from minillm.measure import clock
@@ -40,18 +42,32 @@ def bench_attention(
         tokens, width, lengths, dims = 128, 64, (64, 128), (32,)
     peak = ceilings(device, fast=smoke).peak(dtype)
     yield figure("attention.matmul_ceiling", peak, "FLOP/s", workload={"dtype": str(dtype)})
-    for dim in dims:
-        for length in lengths:
-            batch, heads = max(1, tokens // length), max(1, width // dim)
-            generator = torch.Generator(device).manual_seed(0)
-            q, k, v = (
-                torch.randn(batch, heads, length, dim, device=device, generator=generator).to(dtype) for _ in "qkv"
-            )
-            kernels = make_kernels(q, k, v, on_gpu, smoke)
-            check_values(kernels, q, k, v)
-            flops = 2 * length * length * dim * heads * batch
-            workload = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": str(dtype)}
-            yield from race(kernels, flops, peak, repeats, f"attention.d{dim}.n{length}", workload, on_gpu)
+    sizes = [
+        (dim, length, max(1, tokens // length), max(1, width // dim), f"attention.d{dim}.n{length}")
+        for dim in dims
+        for length in lengths
+    ]
+    for dim, length, batch, heads, prefix in sizes:
+        q, k, v = inputs(batch, heads, length, dim, device, dtype)
+        kernels = make_kernels(q, k, v, on_gpu, smoke)
+        check_values(kernels, q, k, v)
+        flops = 2 * length * length * dim * heads * batch
+        workload = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": str(dtype)}
+        yield from race(kernels, flops, peak, repeats, prefix, workload, on_gpu)
+    narrow = dtype if on_gpu else torch.float16
+    for dim, length, batch, heads, prefix in sizes if on_gpu or smoke else ():
+        q, k, v = inputs(batch, heads, length, dim, device, narrow)
+        kernels = hopper_kernels(q, k, v)
+        check_values(kernels, q, k, v)
+        flops = 2 * length * length * dim * heads * batch
+        workload = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": str(narrow)}
+        yield from race_hopper(kernels, flops, repeats, prefix, workload, on_gpu)
+
+
+def inputs(batch: int, heads: int, length: int, dim: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v [batch, heads, length, dim], the same ones each time."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(batch, heads, length, dim, device=device, generator=generator).to(dtype) for _ in "qkv"]
 
 
 def make_kernels(q: Tensor, k: Tensor, v: Tensor, on_gpu: bool, smoke: bool) -> dict[str, Kernel]:
@@ -110,6 +126,22 @@ def tile_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
     }
 
 
+def hopper_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
+    """The plain kernel, and the Hopper variant with its warps specialised and not; nothing where it cannot run."""
+    seam = [x.transpose(1, 2) for x in (q, k, v)]
+    if why_not() is not None or why_not_hopper(*seam) is not None:
+        return {}
+    from minillm.kernels.flash_attention import flash_attention
+
+    split = hopper_config(q.shape[-1], v.shape[-1])
+    together = TileConfig(split.block_m, split.block_n, 8, split.stages)
+    return {
+        "triton": lambda: flash_attention(*seam).transpose(1, 2),
+        "triton_hopper": lambda: flash_attention(*seam, variant="hopper").transpose(1, 2),
+        "triton_hopper_w8": lambda: flash_attention(*seam, variant="hopper", config=together).transpose(1, 2),
+    }
+
+
 def runs(kernel: Kernel) -> bool:
     """Whether this torch has the kernel for this GPU."""
     try:
@@ -133,12 +165,7 @@ def check_values(kernels: dict[str, Kernel], q: Tensor, k: Tensor, v: Tensor) ->
 def race(
     kernels: dict[str, Kernel], flops: int, peak: float, repeats: int, prefix: str, workload: dict, on_gpu: bool
 ) -> Iterator[Figure]:
-    samples: dict[str, list[float]] = {name: [] for name in kernels}
-    for turn in range(repeats + 1):
-        for name, run in kernels.items():
-            seconds = clock.timed(run, 1, 1 if turn == 0 else 0, cuda_events=on_gpu).median
-            if turn:
-                samples[name].append(seconds)
+    samples = seconds_in_turn(kernels, repeats, on_gpu)
     for name, seconds in samples.items():
         rates = clock.Timing(tuple(flops / s for s in seconds))
         yield figure(f"{prefix}.{name}", rates.median, "FLOP/s", spread=rates.quartiles, workload=workload)
@@ -150,6 +177,29 @@ def race(
             ratio = clock.Timing(tuple(a / b for a, b in zip(samples[name], samples[ours])))
             label = "naive" if name == "naive" else "sdpa"
             yield figure(f"{prefix}.against_{label}", ratio.median, "x", spread=ratio.quartiles, workload=workload)
+
+
+def race_hopper(
+    kernels: dict[str, Kernel], flops: int, repeats: int, prefix: str, workload: dict, on_gpu: bool
+) -> Iterator[Figure]:
+    """FLOP/s of the Hopper variants, and how many times as fast as the plain kernel they are."""
+    samples = seconds_in_turn(kernels, repeats, on_gpu)
+    for name in [name for name in samples if name != "triton"]:
+        rates = clock.Timing(tuple(flops / s for s in samples[name]))
+        yield figure(f"{prefix}.{name}", rates.median, "FLOP/s", spread=rates.quartiles, workload=workload)
+        ratio = clock.Timing(tuple(a / b for a, b in zip(samples["triton"], samples[name])))
+        yield figure(f"{prefix}.{name}_gain", ratio.median, "x", spread=ratio.quartiles, workload=workload)
+
+
+def seconds_in_turn(kernels: dict[str, Kernel], repeats: int, on_gpu: bool) -> dict[str, list[float]]:
+    """Seconds of each kernel, all of them once a turn; the first turn warms up and is not kept."""
+    samples: dict[str, list[float]] = {name: [] for name in kernels}
+    for turn in range(repeats + 1):
+        for name, run in kernels.items():
+            seconds = clock.timed(run, 1, 1 if turn == 0 else 0, cuda_events=on_gpu).median
+            if turn:
+                samples[name].append(seconds)
+    return samples
 
 
 def _median(values: list[float]) -> float:
