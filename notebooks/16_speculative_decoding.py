@@ -423,7 +423,7 @@ reveal("16.loss", fixed)
 
 # %% [markdown]
 # *A slow-down, and no test of correctness would have shown it.* `AdaptiveLength` measures plain steps, drafted steps
-# and acceptance while it decodes, picks k, and pauses twice as long after each loss: the price of having tried is a
+# and acceptance while it decodes, picks k, and pauses longer after each loss: the price of having tried is a
 # few steps. It is the default of `LLM(speculative=...)`.
 #
 # **A small target.** Draft for `tiny-draft`, two layers, with its own 8-bit copy, two layers as well. Nearly every

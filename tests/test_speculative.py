@@ -380,13 +380,16 @@ def test_first_layers_are_the_models_own(model):
 # Lengths.
 
 
-def simulate(lengths, steps, a, draft_cost, batch=1, per_token=0.02, seed=0):
-    """(tokens, time) of a machine on which a plain step takes 1."""
-    rng, tokens, clock = random.Random(seed), 0, 0.0
+def simulate(lengths, steps, a, draft_cost, batch=1, per_token=0.02, seed=0, prompt=0):
+    """(tokens, time) of a machine on which a plain step takes 1. prompt: tokens that the draft has to read first."""
+    rng, tokens, clock, missed = random.Random(seed), 0, 0.0, prompt
     for _ in range(steps):
         k = lengths.choose(batch)
         accepted = next((i for i in range(k) if rng.random() >= a), k)
         propose, rest = k * draft_cost, 1 + k * per_token
+        if k:
+            propose, missed = propose + missed * draft_cost / 20, 0  # read in one forward, at a twentieth each
+        missed += accepted + 1
         lengths.record(batch, k, [(k, accepted)] if k else [], propose, rest)
         tokens, clock = tokens + accepted + 1, clock + propose + rest
     return tokens, clock
@@ -404,6 +407,11 @@ def test_adaptive_lengths_never_lose_and_nearly_win(a, cost):
     assert min(gains) > 0.95
     best = max(1.0, speedup(a, best_k(a, cost, 0.02, 8), cost, 0.02))
     assert sum(gains) / 5 > 0.85 * best
+
+
+def test_reading_the_prompt_does_not_count_as_drafting():
+    tokens, _ = simulate(AdaptiveLength(4), 40, 0.9, 0.15, prompt=300)
+    assert tokens > 80  # it did not give up after the first, slow proposal
 
 
 def test_adaptive_lengths_follow_a_text_that_changes():

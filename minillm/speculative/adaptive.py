@@ -6,7 +6,7 @@ one, and of each draft token. Then k is the one with the most expected tokens a 
 decoding is faster. Two rules keep it from losing more than a few per cent:
 
 - it begins with plain steps, then tries a few short drafts, and does not try again for `pause` steps where they
-  lost; each loss in a row doubles the pause;
+  lost, and then one is enough; each loss in a row makes the pause three times as long;
 - while it drafts, a plain step now and then keeps the comparison fresh.
 """
 
@@ -81,11 +81,11 @@ class AdaptiveLength:
             return 0
         if costs.since_plain >= self.refresh:
             return 0
-        if costs.trials < TRIALS:
+        if costs.trials < (1 if costs.next_pause else TRIALS):
             return min(2, self.most)
         k = self.best(costs)
         if k == 0:  # it loses: out for a while, longer each time
-            costs.next_pause = min(2 * costs.next_pause or self.pause, LONGEST_PAUSE)
+            costs.next_pause = min(3 * costs.next_pause or self.pause, LONGEST_PAUSE)
             costs.pause = costs.next_pause - 1
         elif costs.since_plain == self.refresh - 1:
             costs.next_pause = 0  # it has been winning
@@ -95,7 +95,7 @@ class AdaptiveLength:
         """The k of the most tokens a second; 0: plain."""
         if not costs.verify:
             return min(2, self.most)
-        (base, slope), draft = line(costs.verify), median(costs.draft)
+        (base, slope), draft = line(costs.verify), usual(costs.draft)
         seconds = {k: base + k * (slope + draft) for k in range(1, self.most + 1)}
         rates = {k: expected_tokens(self.acceptance, k) / seconds[k] for k in seconds}
         k = max(rates, key=rates.get)
@@ -119,6 +119,12 @@ class AdaptiveLength:
 
     def costs(self, batch: int) -> Costs:
         return self._costs.setdefault(max(batch, 1).bit_length(), Costs())
+
+
+def usual(costs: Sequence[float]) -> float:
+    """The lower quartile: after a pause, or a new prompt, a draft model first reads what it missed, which is not what
+    a draft token costs."""
+    return sorted(costs)[len(costs) // 4]
 
 
 def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
