@@ -550,13 +550,13 @@ for count in pick((1, 16, 256), (1, 64)):
             if part == "layer" or count > 1:
                 known = recorded(f"gemm.{kind}.{part}.4096x4096.rows{512 if count > 1 else 1}.ratio")
                 rows_text = f"{count} row{'s' if count > 1 else ''}"
-                lines.append(dict(name=f"{kind} {part}, {rows_text}", here=each.value, recorded=known, ceiling=2))
-plots.beside(lines, "x", "8-bit product / wide product (recorded: 4096 x 4096)")
+                lines.append(dict(name=f"{kind} {part}, {rows_text}", here=each.value, recorded=known, prediction=2))
+plots.beside(lines, "x", "Speed of 8 bits over wide (recorded: 4096 x 4096)")
 plt.show()
 print(f"FP8: {why_emulated(device) or 'measured above'}")
 
 # %% [markdown]
-# *The red mark is the 2 x of the data sheet; a CPU with INT8 instructions (VNNI) may be above it, since its wide side
+# *The orange mark is the 2 x of the data sheet; a CPU with INT8 instructions (VNNI) may be above it, since its wide side
 # is float32, four times as wide.* At one row what is won is bytes, and W8A16 has won those too (section 1): the
 # rounding of activations comes on top, and it is most of the layer's time. That is why engines fuse the quantisation
 # of x into the norm before it.
