@@ -107,6 +107,13 @@ WRONG = {
             "    return keep, text[keep:]",
             "expected",
         ),
+        "the last six only": (
+            (
+                "    keep = 0\n",
+                "    keep = max(0, min(len(held), len(text) - 1) - 6)\n",
+            ),
+            "expected",
+        ),
         "what is dropped": (("return keep, text[keep:]", "return keep, held[keep:]"), "expected"),
     },
     "16.best_length": {
