@@ -339,16 +339,21 @@ comm = np.array([row["comm"] / row["alone"] for *_, row in table])
 rest = np.array([(row["cut"] - row["comm"]) / row["alone"] for *_, row in table])
 ax.barh(names, rest, color=plots.MEANING["technique"], label="computing")
 ax.barh(names, comm, left=rest, color=plots.RED, label="in collectives")
+edge = 4.0  # bars go on beyond it; their length is written beside them
 ax.axvline(1, color=plots.GREY, lw=1)
+for place, total in enumerate(comm + rest):
+    ax.annotate(f"{total:.2g} x", (min(total, edge), place), (5, 0), textcoords="offset points", va="center", size=8)
+ax.set_xlim(0, edge)
 ax.invert_yaxis()
 ax.grid(False, axis="y")
 ax.set_xlabel("time of the step / time on one rank")
 ax.set_title("A decode step, cut (measured)")
-ax.legend(loc="lower right")
+ax.legend(loc="upper left", bbox_to_anchor=(1.08, 1.0))
 plt.show()
 
 # %% [markdown]
-# *Left of the grey line the cut pays, right of it one rank alone is faster. What helps is a wider model: work per
+# *Left of the grey line the cut pays, right of it one rank alone is faster (bars longer than the axis carry their
+# length). What helps is a wider model: work per
 # message grows with width squared, the message with width.*
 #
 # The same on GPUs, where a machine with two has been measured; and what loading a slice took here:

@@ -17,12 +17,14 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
-from minillm.engine.parallel import INLINE, check_mix, decode, encode, receive, send
+from minillm.engine.parallel import INLINE, check_mix, decode, encode, load_rank, receive, send
 from minillm.errors import ParamsError
 from minillm.measure.parallel_bench import llama_like, measure
+from minillm.model.weights import load_model
 from minillm.parallel.groups import run_threads
 from minillm.parallel.launch import RankError, Ranks, World, rank_device
 from minillm.parallel.weights import shard_bytes
+from minillm.quant.named import quantize_by_name
 from minillm.speculative.options import parse
 
 ROOT = Path(__file__).parents[1]
@@ -222,8 +224,6 @@ def test_torchrun_starts_the_same_script(tmp_path):
 
 @pytest.mark.parametrize("extra", [0, 3 * INLINE])
 def test_a_plan_arrives_as_it_was_sent(extra):
-    from minillm.model.weights import load_model
-
     engine = Engine(load_model("tiny", device="cpu"), EngineOptions(num_blocks=64, max_num_seqs=8), eos_ids=())
     for i in range(3):
         engine.add(list(range(5, 9 + i + extra // 10)), GREEDY)
@@ -258,12 +258,29 @@ def test_a_plan_arrives_as_it_was_sent(extra):
         (dict(tensor_parallel_size=2, kv_cache_dtype="int8"), "combined with kv_cache_dtype='int8'"),
         (dict(tensor_parallel_size=2, speculative="self-int4"), "combined with speculative='self-int4'"),
         (dict(tensor_parallel_size=2, speculative="exit-2"), "combined with speculative='exit-2'"),
+        (dict(tensor_parallel_size=2, speculative="medusa"), "combined with speculative='medusa'"),
+        (dict(tensor_parallel_size=2, quantization="w8a8"), "combined with quantization='w8a8'"),
+        (dict(tensor_parallel_size=2, quantization="int5"), "quantization='int5'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_process_starts(settings, message, monkeypatch):
     monkeypatch.setattr("minillm.engine.parallel.Ranks", lambda *a, **k: pytest.fail("processes were started"))
     with pytest.raises(ParamsError, match=message):
         LLM("tiny", device="cpu", **settings)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_model_is_rounded_as_on_one_rank(quantization):
+    """The integers are those of the whole model; what is left is the 16-bit products of the fast kernels."""
+    ids = torch.arange(100, 132)
+    with torch.inference_mode():
+        whole = quantize_by_name(load_model("tiny", "float32", "cpu"), quantization, kernel="unpack")(ids)
+
+    def rank_main(group):
+        return load_rank(World(group, group, torch.device("cpu")), "tiny", "float32", quantization)(ids)
+
+    for logits in run_threads(rank_main, 2):
+        assert ((logits - whole).abs().max() / whole.abs().max()).item() < 0.05
 
 
 def test_drafts_that_do_not_run_the_target_are_welcome():

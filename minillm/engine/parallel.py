@@ -36,7 +36,7 @@ from minillm.parallel.groups import PeerLost, all_gather, broadcast
 from minillm.parallel.launch import RankError, Ranks, World, join, leave, rank_device, under_torchrun
 from minillm.parallel.tensor import apply_tensor_parallel, check_ranks
 from minillm.parallel.weights import load_shard
-from minillm.quant.named import quantize_by_name
+from minillm.quant.named import NAMED, quantize_by_name
 from minillm.speculative.options import SpeculativeOptions
 
 STOP, SETUP, STEP = range(3)
@@ -204,9 +204,9 @@ def load_rank(world: World, name: str, dtype, quantization: str | None) -> Decod
 
 
 def smallest_budget(world: World) -> int:
-    """Bytes for K and V that every rank has; called on all of them."""
-    mine = torch.tensor([kv_budget(world.device)], dtype=torch.long, device=world.device)
-    return min(int(each) for each in all_gather(mine, world.group))
+    """Bytes for K and V that every rank has; called on all of them, and waits for the slowest to load."""
+    mine = torch.tensor([kv_budget(world.device)], dtype=torch.long)
+    return min(int(each) for each in all_gather(mine, world.control))
 
 
 def rank_main(world: World, name: str, dtype, quantization: str | None) -> None:
@@ -252,7 +252,7 @@ def start_parallel(
 ) -> ParallelModel:
     """Load a model over `size` ranks. Under torchrun every rank calls this; on all but rank 0 it follows rank 0 to
     the end and then leaves the process."""
-    check_mix(size, options, compile, speculative)
+    check_mix(size, options, compile, speculative, quantization)
     shape = str(name).startswith("shape:")
     check_ranks(known_shape(str(name)) if shape else open_checkpoint(resolve(name)).config, size)
     device, dtype = as_device(device), as_dtype(dtype)
@@ -287,12 +287,20 @@ def _under_torchrun(name, size, dtype, device, quantization, options) -> Paralle
     raise SystemExit(0)
 
 
-def check_mix(size: int, options: EngineOptions, compile: bool, speculative: SpeculativeOptions | None) -> None:
+def check_mix(
+    size: int,
+    options: EngineOptions,
+    compile: bool,
+    speculative: SpeculativeOptions | None,
+    quantization: str | None = None,
+) -> None:
     """What several ranks do not do is refused before any process is started."""
     mixes = {
         "compile=True": compile,
         "cuda_graphs=True": options.cuda_graphs,
         f"kv_cache_dtype={options.kv_cache_dtype!r}": options.kv_cache_dtype != "auto",
+        # a token's scale is that of its largest input, and no rank sees all of them
+        f"quantization={quantization!r}": "activations" in NAMED.get(quantization, {}),
     }
     if speculative is not None:  # drafts that run the target itself would call its sums on rank 0 alone
         own = speculative.bits or speculative.layers or speculative.method in ("medusa", "eagle")

@@ -29,7 +29,7 @@ def on_ranks(make_args):
                     )
                 return got, len([1 for name, _ in group.sent if name == "all_reduce"])
 
-            return run_threads(rank_main, ranks, seconds=5.0)
+            return run_threads(rank_main, ranks, seconds=15.0)
 
         return run
 
