@@ -556,7 +556,7 @@ plt.show()
 print(f"FP8: {why_emulated(device) or 'measured above'}")
 
 # %% [markdown]
-# *The orange mark is the 2 x of the data sheet; a CPU with INT8 instructions (VNNI) may be above it, since its wide side
+# *Orange: the 2 x of the data sheet. A CPU with INT8 instructions (VNNI) may be above it, since its wide side
 # is float32, four times as wide.* At one row what is won is bytes, and W8A16 has won those too (section 1): the
 # rounding of activations comes on top, and it is most of the layer's time. That is why engines fuse the quantisation
 # of x into the norm before it.
