@@ -34,7 +34,7 @@ from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 from minillm.quant.checkpoints import is_quantized, load_quantized
 from minillm.quant.named import check_name, quantize_by_name
-from minillm.speculative.make import make_lengths, make_proposer
+from minillm.speculative.make import make_lengths, make_proposer, make_walk
 from minillm.speculative.options import SpeculativeOptions, parse
 
 Prompt = str | Sequence[int]
@@ -60,7 +60,8 @@ class LLM:
     compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
     take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
     speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-draft" or another model,
-    "self-int4", "exit-2", or a dictionary of `SpeculativeOptions`. By default it switches itself off where it loses.
+    "self-int4", "exit-2", "medusa", "eagle" (chapter 17), or a dictionary of `SpeculativeOptions`. By default it
+    switches itself off where it loses.
     tensor_parallel_size: ranks that share every matrix (chapter 18), one GPU each, or processes on a CPU; they end
     with `close()`, with the block of `with LLM(...) as llm`, or with this process. Under torchrun: its ranks.
     more: any other field of `EngineOptions`, such as prefill_first, victim, ageing, headroom, lookahead, patience,
@@ -131,7 +132,7 @@ class LLM:
         speculator = None
         if wanted is not None:
             proposer = make_proposer(wanted, model, self.model, self.tokenizer, options.max_num_seqs)
-            speculator = Speculator(proposer, make_lengths(wanted))
+            speculator = Speculator(proposer, make_lengths(wanted), make_walk(wanted))
         seed = None if seed is None else int(seed)
         self.engine = Engine(self.model, options, self.tokenizer, eos_ids, seed, speculator)
         if self.parallel is not None:

@@ -373,7 +373,7 @@ some = prompts[: pick(3, 1)]
 for name, make in (("EAGLE, tree of 8", lambda: eagle(8)), ("Medusa, tree of 8", lambda: medusa(8))):
     pair = clock.paired(lambda: answer(texts=some), lambda: answer(make(), texts=some), repeats=pick(5, 2), warmup=1)  # noqa: B023
     print(f"{name}: {pair.ratio.median:.2f} x plain decoding's speed at batch 1")
-for name in ("speculative.eagle.speedup", "speculative.medusa.speedup"):
+for name in ("speculative.tiny.eagle.t0.ratio", "speculative.tiny.medusa.t0.ratio"):
     print(f"on a GPU, {name}: {recorded(name) or 'not measured'}")
 
 # %% [markdown]

@@ -310,6 +310,24 @@ def test_typical_acceptance_leaves_greedy_alone(target, prompts):
     assert said == plain
 
 
+def test_llm_offers_typical_acceptance_by_name():
+    warm = SamplingParams(max_tokens=24, temperature=1.0, seed=1)
+    plain, exact, loose = (
+        LLM("tiny", device="cpu", speculative=s)
+        for s in (
+            None,
+            {"method": "medusa", "adaptive": False},
+            {"method": "medusa", "adaptive": False, "acceptance": "typical"},
+        )
+    )
+    a, b, c = (llm.generate(PROMPTS, warm) for llm in (plain, exact, loose))
+    assert [x.token_ids for x in a] == [x.token_ids for x in b] != [x.token_ids for x in c]
+    kept = [sum(x.metrics.accepted_drafts for x in out) for out in (b, c)]
+    assert kept[1] > kept[0]
+    with pytest.raises(ParamsError, match="acceptance"):
+        SpeculativeOptions("medusa", acceptance="loose")
+
+
 @pytest.mark.parametrize("bad", [{"epsilon": 0}, {"delta": 1.5}])
 def test_thresholds_that_mean_nothing_are_refused(bad):
     with pytest.raises(ParamsError, match=next(iter(bad))):

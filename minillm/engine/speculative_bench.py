@@ -37,7 +37,7 @@ COPY = (
     "captain, a quiet man from Bristol, had made the same journey eleven times and expected no trouble "
     "before the islands."
 )
-PROPOSERS = ("ngram", "tiny-draft", "self-int8", "self-int4", "exit-3")
+PROPOSERS = ("ngram", "tiny-draft", "self-int8", "self-int4", "exit-3", "medusa", "eagle")
 
 
 def bench_speculative(

@@ -16,9 +16,11 @@ from minillm.quant.named import check_name, quantize_by_name
 from minillm.speculative.adaptive import AdaptiveLength, FixedLength
 from minillm.speculative.draft_model import DraftModel, check_same_vocabulary
 from minillm.speculative.early_exit import first_layers
+from minillm.speculative.medusa import typical
 from minillm.speculative.ngram import NGram
 from minillm.speculative.options import SpeculativeOptions
 from minillm.speculative.proposer import Proposer
+from minillm.speculative.verify import Walk
 
 TRAINED = {"medusa": "minillm.speculative.medusa", "eagle": "minillm.speculative.eagle"}  # each has a `make`
 
@@ -50,3 +52,7 @@ def make_proposer(
 
 def make_lengths(options: SpeculativeOptions) -> AdaptiveLength | FixedLength:
     return AdaptiveLength(options.num_tokens) if options.adaptive else FixedLength(options.num_tokens)
+
+
+def make_walk(options: SpeculativeOptions) -> Walk | None:
+    return typical() if options.acceptance == "typical" else None

@@ -22,13 +22,15 @@ from minillm.errors import ParamsError, illegal
 class SpeculativeOptions:
     """method: as above. num_tokens: the longest draft. adaptive: measure, choose the length, switch off if it loses;
     else every draft is num_tokens long. ngram: the most tokens that prompt lookup compares. tree: Medusa and EAGLE
-    draft trees (else chains)."""
+    draft trees (else chains). acceptance: "exact", or Medusa's "typical", which CHANGES THE DISTRIBUTION of sampled
+    text for more tokens a step; greedy requests are exact under both."""
 
     method: str
     num_tokens: int = 4
     adaptive: bool = True
     ngram: int = 3
     tree: bool = True
+    acceptance: str = "exact"
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -40,6 +42,8 @@ class SpeculativeOptions:
         for name in ("adaptive", "tree"):
             if not isinstance(getattr(self, name), bool):
                 raise ParamsError(illegal(f"speculative {name}", getattr(self, name), "must be True or False"))
+        if self.acceptance not in ("exact", "typical"):
+            raise ParamsError(illegal("speculative acceptance", self.acceptance, 'must be "exact" or "typical"'))
 
     @property
     def layers(self) -> int | None:
