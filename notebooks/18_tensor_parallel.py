@@ -55,7 +55,7 @@ weights = [shard_bytes(big, p, 2) for p in ranks]
 for p, size in zip(ranks, weights):
     print(f"{p} ranks: {size / 1e9:6.1f} GB each, read in at least {size / cost.H100.bandwidth * 1e3:5.1f} ms")
 ax = plots.bars([f"{p} rank{'s' * (p > 1)}" for p in ranks], weights, "B", "Weights of a 70B on one rank (16 bits)")
-ax.axvline(80e9, color=plots.MEANING["ceiling"])
+ax.axvline(80e9, color=plots.MEANING["ceiling"], ls="--", lw=1.2, zorder=0)
 ax.annotate("one 80 GB card", (80e9, 2.6), (6, 0), textcoords="offset points", fontsize=8)
 plt.show()
 
@@ -348,7 +348,7 @@ ax.invert_yaxis()
 ax.grid(False, axis="y")
 ax.set_xlabel("time of the step / time on one rank")
 ax.set_title("A decode step, cut (measured)")
-ax.legend(loc="upper left", bbox_to_anchor=(1.08, 1.0))
+ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 plt.show()
 
 # %% [markdown]
