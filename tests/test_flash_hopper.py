@@ -215,6 +215,26 @@ def test_scratch_comes_from_torch_and_the_callers_allocator_stays(monkeypatch):
     assert _allocation._allocator.get() is before
 
 
+@runs_here
+def test_bench_races_it_against_the_plain_kernel():
+    from minillm.measure.attention_bench import bench_attention, bench_hopper
+
+    names = {f.name: f.value for f in bench_hopper(repeats=1, smoke=True)}
+    kinds = ("triton_hopper", "triton_hopper_w8")
+    wanted = {f"attention.d32.n{n}.{kind}{end}" for n in (64, 128) for kind in kinds for end in ("", "_gain")}
+    assert set(names) == wanted and all(value > 0 for value in names.values())
+    assert wanted <= {f.name for f in bench_attention(repeats=1, smoke=True)}
+    assert not wanted & {f.name for f in bench_attention(repeats=1, smoke=True, hopper=False)}
+
+
+def test_bench_says_why_where_it_cannot_run(monkeypatch):
+    from minillm.measure import attention_bench
+
+    monkeypatch.setattr(attention_bench, "why_not_hopper", lambda *tensors: "this GPU has 8.0")
+    with pytest.raises(attention_bench.NotMeasured, match=r"8\.0"):
+        list(attention_bench.bench_hopper(repeats=1, smoke=True))
+
+
 COMPILE = """
 import glob, os, subprocess, sys, tempfile
 import triton

@@ -77,9 +77,9 @@ def hopper_kernel(
     if CAUSAL:
         high = tl.minimum(tl.maximum(last + shift + 1, 0), length)
     if WINDOW:
-        low = tl.minimum(tl.maximum(first + shift - window + 1, 0), high) // BLOCK_N * BLOCK_N
+        low = tl.minimum(tl.maximum(first + shift - window + 1, 0), high)
     if PACKED:
-        high = tl.where(first < 0, low, high)
+        high = tl.where(first < 0, low, high)  # nothing to do: the loop below runs no turn
 
     q_tiles = tl.make_tensor_descriptor(
         q_pointer, [tl.maximum(time, 1), HEAD_DIM], [stride_qt.to(tl.int64), 1], [BLOCK_M, D]

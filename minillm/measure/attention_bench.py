@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from minillm.kernels.flash_plan import TileConfig, candidates, hopper_config, wh
 from minillm.kernels.flash_reference import flash_attention_reference
 from minillm.kernels.launch import interpreted, why_not
 from minillm.measure import clock
+from minillm.measure.bench import NotMeasured
 from minillm.measure.machine import ceilings
 from minillm.measure.records import Figure, figure
 
@@ -29,45 +31,79 @@ NAIVE_BYTES = 8e9  # no naive attention whose scores take more
 
 
 def bench_attention(
-    repeats: int = 5, smoke: bool = False, lengths: tuple[int, ...] = (), dims: tuple[int, ...] = ()
+    repeats: int = 5,
+    smoke: bool = False,
+    lengths: tuple[int, ...] = (),
+    dims: tuple[int, ...] = (),
+    hopper: bool = True,
 ) -> Iterator[Figure]:
     """FLOP/s of every kernel at every length and head dim, the share of the matmul ceiling, and ours against the best
-    of torch's. smoke: sizes for a test."""
+    of torch's; then, with `hopper`, what `bench_hopper` gives. smoke: sizes for a test."""
+    device, dtype, sizes = problems(smoke, lengths, dims)
+    peak = ceilings(device, fast=smoke).peak(dtype)
+    yield figure("attention.matmul_ceiling", peak, "FLOP/s", workload={"dtype": str(dtype)})
+    for size in sizes:
+        q, k, v = inputs(size, device, dtype)
+        kernels = make_kernels(q, k, v, device == "cuda", smoke)
+        check_values(kernels, q, k, v)
+        yield from race(
+            kernels, flops(size), peak, repeats, name(size), size | {"dtype": str(dtype)}, device == "cuda"
+        )
+    if hopper:
+        with suppress(NotMeasured):
+            yield from bench_hopper(repeats, smoke, lengths, dims)
+
+
+def bench_hopper(
+    repeats: int = 5, smoke: bool = False, lengths: tuple[int, ...] = (), dims: tuple[int, ...] = ()
+) -> Iterator[Figure]:
+    """FLOP/s of the Hopper variants at the same sizes, and how many times as fast as the plain kernel they are."""
+    device, dtype, sizes = problems(smoke, lengths, dims)
+    dtype = dtype if device == "cuda" else torch.float16
+    for size in sizes:
+        q, k, v = inputs(size, device, dtype)
+        if device == "cpu" and not smoke:
+            raise NotMeasured("there is no GPU")
+        kernels = hopper_kernels(q, k, v)
+        check_values(kernels, q, k, v)
+        samples = seconds_in_turn(kernels, repeats, device == "cuda")
+        for each in [each for each in samples if each != "triton"]:
+            rates = clock.Timing(tuple(flops(size) / s for s in samples[each]))
+            ratio = clock.Timing(tuple(a / b for a, b in zip(samples["triton"], samples[each])))
+            for label, unit, found in ((each, "FLOP/s", rates), (f"{each}_gain", "x", ratio)):
+                workload = size | {"dtype": str(dtype)}
+                yield figure(f"{name(size)}.{label}", found.median, unit, spread=found.quartiles, workload=workload)
+
+
+def problems(smoke: bool, lengths: tuple[int, ...], dims: tuple[int, ...]) -> tuple[str, torch.dtype, list[dict]]:
+    """Device, dtype, and every size: batch x length and heads x dim are the same in all of them."""
     on_gpu = torch.cuda.is_available() and not interpreted()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     tokens, width = (16384, 2048) if on_gpu else (2048, 256)
     lengths = lengths or ((512, 1024, 2048, 4096, 8192, 16384) if on_gpu else (512, 1024, 2048))
     dims = dims or ((64, 128) if on_gpu else (64,))
     if smoke:
         tokens, width, lengths, dims = 128, 64, (64, 128), (32,)
-    peak = ceilings(device, fast=smoke).peak(dtype)
-    yield figure("attention.matmul_ceiling", peak, "FLOP/s", workload={"dtype": str(dtype)})
     sizes = [
-        (dim, length, max(1, tokens // length), max(1, width // dim), f"attention.d{dim}.n{length}")
+        dict(batch=max(1, tokens // length), heads=max(1, width // dim), length=length, dim=dim)
         for dim in dims
         for length in lengths
     ]
-    for dim, length, batch, heads, prefix in sizes:
-        q, k, v = inputs(batch, heads, length, dim, device, dtype)
-        kernels = make_kernels(q, k, v, on_gpu, smoke)
-        check_values(kernels, q, k, v)
-        flops = 2 * length * length * dim * heads * batch
-        workload = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": str(dtype)}
-        yield from race(kernels, flops, peak, repeats, prefix, workload, on_gpu)
-    narrow = dtype if on_gpu else torch.float16
-    for dim, length, batch, heads, prefix in sizes if on_gpu or smoke else ():
-        q, k, v = inputs(batch, heads, length, dim, device, narrow)
-        kernels = hopper_kernels(q, k, v)
-        check_values(kernels, q, k, v)
-        flops = 2 * length * length * dim * heads * batch
-        workload = {"batch": batch, "heads": heads, "length": length, "dim": dim, "dtype": str(narrow)}
-        yield from race_hopper(kernels, flops, repeats, prefix, workload, on_gpu)
+    return ("cuda", torch.bfloat16, sizes) if on_gpu else ("cpu", torch.float32, sizes)
 
 
-def inputs(batch: int, heads: int, length: int, dim: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+def name(size: dict) -> str:
+    return f"attention.d{size['dim']}.n{size['length']}"
+
+
+def flops(size: dict) -> int:
+    return 2 * size["length"] ** 2 * size["dim"] * size["heads"] * size["batch"]
+
+
+def inputs(size: dict, device: str, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v [batch, heads, length, dim], the same ones each time."""
+    shape = [size[x] for x in ("batch", "heads", "length", "dim")]
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(batch, heads, length, dim, device=device, generator=generator).to(dtype) for _ in "qkv"]
+    return [torch.randn(*shape, device=device, generator=generator).to(dtype) for _ in "qkv"]
 
 
 def make_kernels(q: Tensor, k: Tensor, v: Tensor, on_gpu: bool, smoke: bool) -> dict[str, Kernel]:
@@ -127,10 +163,11 @@ def tile_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
 
 
 def hopper_kernels(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Kernel]:
-    """The plain kernel, and the Hopper variant with its warps specialised and not; nothing where it cannot run."""
+    """The plain kernel, and the Hopper variant with its warps specialised and not."""
     seam = [x.transpose(1, 2) for x in (q, k, v)]
-    if why_not() is not None or why_not_hopper(*seam) is not None:
-        return {}
+    reason = why_not() or why_not_hopper(*seam)
+    if reason is not None:
+        raise NotMeasured(reason)
     from minillm.kernels.flash_attention import flash_attention
 
     split = hopper_config(q.shape[-1], v.shape[-1])
@@ -179,18 +216,6 @@ def race(
             yield figure(f"{prefix}.against_{label}", ratio.median, "x", spread=ratio.quartiles, workload=workload)
 
 
-def race_hopper(
-    kernels: dict[str, Kernel], flops: int, repeats: int, prefix: str, workload: dict, on_gpu: bool
-) -> Iterator[Figure]:
-    """FLOP/s of the Hopper variants, and how many times as fast as the plain kernel they are."""
-    samples = seconds_in_turn(kernels, repeats, on_gpu)
-    for name in [name for name in samples if name != "triton"]:
-        rates = clock.Timing(tuple(flops / s for s in samples[name]))
-        yield figure(f"{prefix}.{name}", rates.median, "FLOP/s", spread=rates.quartiles, workload=workload)
-        ratio = clock.Timing(tuple(a / b for a, b in zip(samples["triton"], samples[name])))
-        yield figure(f"{prefix}.{name}_gain", ratio.median, "x", spread=ratio.quartiles, workload=workload)
-
-
 def seconds_in_turn(kernels: dict[str, Kernel], repeats: int, on_gpu: bool) -> dict[str, list[float]]:
     """Seconds of each kernel, all of them once a turn; the first turn warms up and is not kept."""
     samples: dict[str, list[float]] = {name: [] for name in kernels}
@@ -206,4 +231,4 @@ def _median(values: list[float]) -> float:
     return sorted(values)[math.floor(len(values) / 2)]
 
 
-BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"attention": bench_attention}
+BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"attention": bench_attention, "attention-hopper": bench_hopper}

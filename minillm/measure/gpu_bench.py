@@ -31,7 +31,7 @@ TESTS = ("test_flash_attention", "test_flash_decoding", "test_paged_attention", 
 PLAN: tuple[tuple[str, float, dict], ...] = (
     ("machine", 25, {}),
     ("course", 60, {}),
-    ("attention", 60, {"repeats": 3}),
+    ("attention", 60, {"repeats": 3, "hopper": False}),
     ("decode-attention", 45, {"repeats": 3}),
     ("fused", 30, {"repeats": 3}),
     ("gemm", 20, {"repeats": 3}),
@@ -42,6 +42,7 @@ PLAN: tuple[tuple[str, float, dict], ...] = (
     ("speculative", 80, {"repeats": 2, "proposers": ("ngram", "tiny-draft"), "batches": (1, 8, 32), "tokens": 48}),
     ("scheduler", 10, {"repeats": 1}),
     ("checks", 150, {}),
+    ("attention-hopper", 40, {"repeats": 3}),
 )
 
 
