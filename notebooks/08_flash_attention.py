@@ -425,11 +425,15 @@ for name, found in ratios.items():
 # | 4k | 35 | 319 | 353 | 518 | 579 |
 # | 16k | out of memory | 335 | 378 | 539 | 616 |
 #
-# Those are its figures. Ours, from `minillm bench attention` at the same sizes:
+# Those are its figures. Ours, from `minillm bench attention` at the same sizes. The last name is `flash_hopper.py`
+# (`flash_attention(..., variant="hopper")`), the same loop the Hopper way: a descriptor a matrix, from which the TMA
+# fetches whole tiles, and warps with roles, one group that loads and two that multiply. Of version 3 it lacks the
+# softmax under the next block's product, and FP8. The kernel of section 5 is the one to read.
 
 # %%
 for n in (512, 1024, 4096, 16384):
-    rows = {name: recorded(f"attention.d128.n{n}.{name}") for name in ("naive", "sdpa_flash", "flex", "triton")}
+    names = ("naive", "sdpa_flash", "flex", "triton", "triton_hopper")
+    rows = {name: recorded(f"attention.d128.n{n}.{name}") for name in names}
     print(f"{n:6d} tokens  " + ", ".join(f"{name}: {figure}" for name, figure in rows.items()))
 
 # %% [markdown]
