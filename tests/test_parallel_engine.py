@@ -21,7 +21,7 @@ from minillm.engine.parallel import INLINE, check_mix, decode, encode, load_rank
 from minillm.errors import ParamsError
 from minillm.measure.parallel_bench import llama_like, measure
 from minillm.model.weights import load_model
-from minillm.parallel.groups import run_threads
+from minillm.parallel.groups import PeerLost, run_threads
 from minillm.parallel.launch import RankError, Ranks, World, rank_device
 from minillm.parallel.weights import shard_bytes
 from minillm.quant.named import quantize_by_name
@@ -146,6 +146,19 @@ def test_of_four_ranks_the_one_that_failed_first_is_named(alone):
             raise ranks.blame(error) from None
     assert time.monotonic() - start < 10
     assert not any(map(running, pids))
+
+
+def test_a_rank_that_hangs_is_found_by_the_time_out(alone):
+    ranks = Ranks(2, follow_until_told, -1, seconds=2.0)
+    (pid,) = ranks.pids()
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=rf"no answer in time.* 1 \(process {pid}\)"):
+        try:
+            follow_until_told(ranks.world, -1)
+        except PeerLost as error:
+            raise ranks.blame(error, patience=1.0) from None
+    assert time.monotonic() - start < 10 and not running(pid)
 
 
 def test_a_rank_takes_the_memory_of_its_slice_and_the_probe_measures_what_it_says(alone):

@@ -147,9 +147,12 @@ class Ranks:
         deadline, found = time.monotonic() + patience, None
         while found is None and time.monotonic() < deadline:
             found = self._dead(0.2)
-        alive = [rank + 1 for rank, process in enumerate(self.context.processes) if process.is_alive()]
+        hung = [f"{i + 1} (process {p.pid})" for i, p in enumerate(self.context.processes) if p.is_alive()]
         self.close(kill=True)
-        return RankError(found or f"no answer from a rank ({error}); alive were {alive}: all have been ended")
+        silent = (
+            f"no answer in time; of {self.size} ranks still there were {', '.join(hung) or 'none'}: all are ended"
+        )
+        return RankError(found or silent)
 
     def _dead(self, seconds: float) -> str | None:
         from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
