@@ -47,8 +47,10 @@ from minillm.parallel.tensor import apply_tensor_parallel
 from minillm.quant.named import quantize_by_name
 from minillm.speculative.adaptive import AdaptiveLength
 from minillm.speculative.draft_model import DraftModel
+from minillm.speculative.eagle import Eagle, EagleHead
 from minillm.speculative.early_exit import first_layers
 from minillm.speculative.ngram import NGram
+from minillm.speculative.proposer import Draft
 
 OPTIONS = {
     "cache": ["contiguous", "concat"],
@@ -73,7 +75,7 @@ ENGINE = {
     "window": [None, 5],
     "graph": ["off", "replay"],
     "attention": ["sdpa", "naive", "triton"],
-    "speculation": ["off", "ngram", "int8 copy", "first layers", "adaptive"],
+    "speculation": ["off", "ngram", "int8 copy", "first layers", "adaptive", "tree", "eagle"],
 }
 QUANTISED = {name: values for name, values in ENGINE.items() if name != "graph"} | {
     "batching": ["one by one", "continuous"],
@@ -236,6 +238,37 @@ def use_the_twins(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "paged_attention", attend)
 
 
+class Branching:
+    """Another proposer's chains with a wrong sibling before each token: trees whose accepted path leaves gaps."""
+
+    wants_hidden = False
+
+    def __init__(self, inner):
+        self.inner, self.release, self.observe = inner, inner.release, inner.observe
+
+    def propose(self, contexts):
+        return [self.branch(draft.tokens) for draft in self.inner.propose(contexts)]
+
+    @staticmethod
+    def branch(chain):
+        tokens, parents, trunk = [], [], -1
+        for token in chain:
+            tokens += [(token + 5) % 211, token]
+            parents += [trunk, trunk]
+            trunk = len(tokens) - 1
+        return Draft(tokens, parents)
+
+
+def untrained_eagle(model) -> Eagle:
+    """It guesses badly, and its trees are wide."""
+    head = EagleHead(model.config).to(model.device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    return Eagle(getattr(model, "model", model), head.eval(), 3, nodes=7)
+
+
 def speculator(kind: str, model) -> Speculator | None:
     """adaptive: an exact copy, so long as it seems to win; whatever lengths that gives, the tokens are the same."""
     if kind == "off":
@@ -244,11 +277,14 @@ def speculator(kind: str, model) -> Speculator | None:
         return Speculator(NGram(), 3)
     if kind == "first layers":
         return Speculator(DraftModel(first_layers(getattr(model, "model", model), 2), 3, block_size=4), 3)
+    if kind == "eagle":
+        return Speculator(untrained_eagle(model), 3)
     heads = {4: "mha", 2: "gqa", 1: "mqa"}[model.config.num_kv_heads]
     draft = model_of({"heads": heads, "window": next(iter(model.config.windows), None)}).to(model.device)
     if kind == "adaptive":
         return Speculator(DraftModel(draft, 3, block_size=4, num_blocks=13), AdaptiveLength(4, pause=3))
-    return Speculator(DraftModel(quantize_by_name(draft, "int8"), 3, block_size=4), 4)
+    copy = DraftModel(quantize_by_name(draft, "int8"), 3, block_size=4)
+    return Speculator(Branching(copy) if kind == "tree" else copy, 4)
 
 
 def emit_engine(model: Decoder, option: dict, attach=None) -> tuple[list[list[int]], int]:
@@ -319,6 +355,7 @@ RANKS = {name: values for name, values in ENGINE.items() if name not in ("graph"
         "ngram",
         "int8 copy",
         "adaptive",
+        "tree",
     ],
     "ranks": [2, 4],
 }

@@ -177,3 +177,19 @@ def test_the_likeliest_nodes_are_a_tree(seed):
 
 def test_nodes_that_may_not_be_are_never_kept():
     assert likeliest_nodes(torch.tensor([-1.0, float("-inf"), -2.0]), 3) == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_trunk_is_the_first_child_of_the_first_child(seed):
+    rng = random.Random(seed)
+    draft = random_tree(rng, 25)
+    draft.probs = torch.rand(25, 61)
+    trunk = draft.trunk()
+    assert trunk.is_chain and len(trunk) >= 1
+    node = -1
+    for place, token in enumerate(trunk.tokens):
+        node = min(i for i in range(25) if draft.parent(i) == node)
+        assert draft.tokens[node] == token and torch.equal(trunk.probs[place], draft.probs[node])
+    assert not any(draft.parent(i) == node for i in range(25))
+    chain = Draft([4, 5])
+    assert chain.trunk() is chain

@@ -68,6 +68,8 @@ class Engine:
         self.runner = make_runner(model, make_cache(model, options, self.pool), options)
         self.speculator = speculator
         self.runner.keep_hidden = speculator is not None and speculator.proposer.wants_hidden
+        if speculator is not None:
+            speculator.trees = hasattr(self.runner.cache, "move_slots")
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished
         self._names = count()
 

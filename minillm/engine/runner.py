@@ -41,7 +41,9 @@ class Runner:
     def keep(self, entry: Entry, table: BlockTable, accepted: Sequence[int]) -> None:
         """Move the K and V of a draft's accepted nodes to where they would be had nothing else been drafted."""
         slots = table.slots(entry.end, len(entry.draft))
-        self.cache.move_slots([(slots[node], slots[i]) for i, node in enumerate(accepted) if node != i])
+        moves = [(slots[node], slots[i]) for i, node in enumerate(accepted) if node != i]
+        if moves:  # a chain's nodes are where they belong
+            self.cache.move_slots(moves)
 
     def copy(self, batch: Batch) -> None:
         """Block copies, in the order the scheduler decided them: copy-on-write, and swaps to and from the host."""

@@ -58,6 +58,7 @@ class Speculator:
     def __init__(self, proposer: Proposer, lengths: Lengths | int = 4, walk: Walk | None = None) -> None:
         self.proposer, self.walk = proposer, walk
         self.lengths = FixedLength(lengths) if isinstance(lengths, int) else lengths
+        self.trees = True  # False: the cache knows no trees (chapter 14's), so they are drafted as chains
         self.stats = SpeculationStats()
         self._began = self._proposed = 0.0
 
@@ -69,7 +70,9 @@ class Speculator:
         k = self.lengths.choose(len(requests)) if requests else 0
         if k:
             contexts = [Context(r, r.tokens, min(k, r.longest - len(r.tokens)), r.answer.sampling) for r in requests]
-            found = {r: draft for r, draft in zip(requests, self.proposer.propose(contexts)) if draft}
+            drafts = self.proposer.propose(contexts)
+            drafts = drafts if self.trees else [draft.trunk() for draft in drafts]
+            found = {r: draft for r, draft in zip(requests, drafts) if draft}
         self._k, self._proposed = k, time.perf_counter()
         return found
 

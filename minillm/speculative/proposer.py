@@ -95,6 +95,16 @@ class Draft:
             node = self.parent(node)
         return path[::-1]
 
+    def trunk(self) -> Draft:
+        """The chain of first children: for a cache that knows no trees. A chain is itself."""
+        if self.is_chain:
+            return self
+        below, nodes, row = self.children(), [], 0
+        while below[row]:
+            nodes.append(below[row][0])
+            row = nodes[-1] + 1
+        return Draft([self.tokens[node] for node in nodes], None, None if self.probs is None else self.probs[nodes])
+
     def cut(self, most: int) -> Draft:
         """The first `most` nodes: parents come first, so that is a tree again. A draft that fits is itself."""
         if most >= len(self.tokens):
