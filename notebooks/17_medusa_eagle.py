@@ -364,7 +364,7 @@ assert results["Medusa, tree", most][0] > results["Medusa, chain", min(budgets)]
 
 # %% [markdown]
 # *Each curve flattens: the next node is always less likely than the one before. A chain pays for depth, a tree for
-# breadth. The heads here were trained for minutes on a busy CPU core, on at most a million tokens; `tiny-draft` saw
+# breadth. The heads here were trained for minutes on a busy CPU core, on a million tokens or so; `tiny-draft` saw
 # the whole corpus. So this is not a ranking of the methods: published ones train for days, and then EAGLE leads (the
 # papers report 2.7 to 3.5 x for EAGLE on LLaMA2-Chat 70B, 2.2 to 3.6 x for Medusa: their models, their GPUs).*
 #
