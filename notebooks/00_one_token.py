@@ -381,8 +381,8 @@ plt.show()
 
 # %% [markdown]
 # ### The ladder
-# The course in one place: one technique more on each rung, the same tokens on all of them. It is the first part of what
-# `minillm tour` prints, which goes on to compiled steps and weights of fewer bits. First one request:
+# The course in one place: one technique more on each rung, the same tokens on all of them. It is the first part of
+# what `minillm tour` prints, which goes on to compiled steps and weights of fewer bits. First one request:
 
 
 # %% tags=["nbval-ignore-output"]
