@@ -176,6 +176,7 @@ def test_a_rank_takes_the_memory_of_its_slice_and_the_probe_measures_what_it_say
 
 
 SCRIPT = """
+import signal
 import sys
 from minillm import LLM, SamplingParams
 
@@ -185,6 +186,8 @@ def main():
     if llm.parallel.ranks:
         print("pids:", *llm.parallel.ranks.pids(), flush=True)
     if "interrupt" in sys.argv:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may come ignored, from a shell's background job
+        print("ready", flush=True)
         while True:
             llm.generate(["The sea"] * 8, SamplingParams(max_tokens=64, ignore_eos=True))
 
@@ -212,10 +215,12 @@ def test_a_script_that_closes_nothing_ends_by_itself(tmp_path):
 
 def test_an_interrupt_ends_all_ranks(tmp_path):
     process = script(tmp_path, GUARDED, "interrupt")
-    lines = [process.stdout.readline(), process.stdout.readline()]
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]  # the text, the ranks, "ready"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()  # where the interrupt did nothing; its ranks end when it is gone
     assert "KeyboardInterrupt" in err and process.returncode != 0
     assert not any(running(int(pid)) for pid in lines[1].split()[1:])
 
