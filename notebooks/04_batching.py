@@ -313,7 +313,7 @@ for a in trace[:2]:
 engine.step()
 engine.add(trace[2].prompt)
 step = engine.scheduler.schedule()
-tokens, plan_of_step, rows = pack(step, device)
+tokens, plan_of_step, rows = pack(step, device, engine.pool.num_blocks)
 print(f"requests {[r.id for r in step.entries]} bring {plan_of_step.query_lengths} tokens: one row of {len(tokens)}")
 print(f"positions {plan_of_step.positions.tolist()}")
 print(f"each request's keys: {plan_of_step.kv_lengths} tokens; sampled from rows {rows.tolist()}")
