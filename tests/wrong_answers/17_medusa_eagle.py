@@ -140,6 +140,6 @@ WRONG = {
         "rows": (figures(batch="800 / 3.35"), "each request brings 26"),
         "25 rows": (figures(batch="800 / 3.35 / 25"), "26 rows"),
         "half": (figures(batch="800 / 3.35 / 52"), "cancel"),
-        "a key short": ("def estimates():\n    return {'heads_mb': 167.8}", "expected"),
+        "a key short": ("def estimates():\n    return {'heads_mb': 167.8}", "KeyError"),
     },
 }

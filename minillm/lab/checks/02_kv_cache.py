@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 
 from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number
+from minillm.lab.estimates import estimates, slips
 from minillm.model.attention import LayerInfo
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
@@ -25,10 +25,6 @@ BYTES = {
     "that counts numbers; multiply by itemsize for bytes": lambda b, la, h, d, n, s: 2 * b * la * h * d * n,
     "the cache grows with length, not with its square": lambda b, la, h, d, n, s: 2 * b * la * h * d * n * n * s,
 }
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
 
 
 def too_small(got, expected, case) -> bool:
@@ -77,29 +73,9 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
 }  # fmt: skip
 
 
-def close(value: float):
-    """A `when`: the answer is this number, to 2 %."""
-    return lambda got, expected, case: isinstance(got, int | float) and abs(got - value) <= 0.02 * abs(value)
-
-
-def off(key: str):
-    """Compare without giving the number away."""
-
-    def compare(got, expected):
-        value = as_number(got)
-        if value is None:
-            return f"{key!r}: expected a number, got {got!r}"
-        return None if abs(value - expected) <= 0.03 * expected else f"{key!r}: {value:.5g} is more than 3 % off"
-
-    return compare
-
-
 @register("02.figures", points=2, title="Estimate it: four figures")
 def figures(rng):
-    for key, (expected, named) in FIGURES.items():
-        hints = [Hint(text, when=close(value)) for value, text in named.items()]
-        call = f"figures()[{key!r}]"
-        yield Drive(lambda answer, key=key: answer()[key], expected, call, compare=off(key), hints=hints)
+    yield from estimates("figures", FIGURES, 0.03)
 
 
 GROWTH = {

@@ -10,10 +10,7 @@ import math
 import torch
 
 from minillm.lab.check import Case, Drive, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
+from minillm.lab.estimates import slips
 
 
 def rectangle(prompts, pad_id, left=True, position=lambda column, pad: max(column - pad, 0), real=lambda x: x):

@@ -9,10 +9,7 @@ from collections import Counter
 
 from minillm.cache.block_pool import BlockPool, NoRoom
 from minillm.lab.check import Case, Drive, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
+from minillm.lab.estimates import estimates, slips
 
 
 def until_wrong(lines, expected: list | None = None) -> list[str]:
@@ -708,33 +705,6 @@ FIGURES = {  # key: expected, relative tolerance, {what a slip gives: its name}
 }
 
 
-def near(value: float, tolerance: float):
-    return lambda got, expected, case: (
-        isinstance(got, int | float) and abs(got - value) <= max(0.5 * tolerance, 1e-6) * abs(value)
-    )
-
-
-def off(key: str, tolerance: float):
-    """Compare without giving the number away."""
-
-    def compare(got, expected):
-        if isinstance(got, bool) or not isinstance(got, int | float):
-            return f"{key!r}: expected a number, got {got!r}"
-        if abs(got - expected) <= tolerance * expected:
-            return None
-        return f"{key!r}: {got:.5g} is " + (f"more than {tolerance:.0%} off" if tolerance else "not the number")
-
-    return compare
-
-
 @register("05.how_many", points=2, title="Estimate it: how many fit?")
 def how_many(rng):
-    for key, (expected, tolerance, named) in FIGURES.items():
-        hints = [Hint(text, when=near(value, tolerance)) for value, text in named.items()]
-        yield Drive(
-            lambda answer, key=key: answer()[key],
-            expected,
-            f"how_many()[{key!r}]",
-            compare=off(key, tolerance),
-            hints=hints,
-        )
+    yield from estimates("how_many", FIGURES)

@@ -10,11 +10,7 @@ from fractions import Fraction
 from math import ceil
 
 from minillm.lab.check import Case, Drive, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
-
+from minillm.lab.estimates import estimates, slips
 
 # 1. Admission.
 
@@ -537,24 +533,6 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
 }  # fmt: skip
 
 
-def close(value: float):
-    return lambda got, expected, case: isinstance(got, int | float) and abs(got - value) <= 0.003 * abs(value)
-
-
-def off(key: str):
-    """Compare without giving the number away."""
-
-    def compare(got, expected):
-        if isinstance(got, bool) or not isinstance(got, int | float):
-            return f"{key!r}: expected a number, got {got!r}"
-        return None if abs(got - expected) <= 0.005 * expected else f"{key!r}: {got:.5g} is more than 0.5 % off"
-
-    return compare
-
-
 @register("06.figures", points=3, title="Estimate it: seven figures")
 def figures(rng):
-    for key, (expected, named) in FIGURES.items():
-        hints = [Hint(text, when=close(value)) for value, text in named.items()]
-        call = f"figures()[{key!r}]"
-        yield Drive(lambda answer, key=key: answer()[key], expected, call, compare=off(key), hints=hints)
+    yield from estimates("figures", FIGURES, 0.005)

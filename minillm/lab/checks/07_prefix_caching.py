@@ -8,11 +8,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from minillm.lab.check import Drive, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
-
+from minillm.lab.estimates import estimates, slips
 
 # 1. Keys of blocks. Keys themselves are free, so what is compared is which of them are equal.
 
@@ -773,6 +769,7 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
     ),
     "working_set": (
         1000 + 200 * 2000,
+        0.001,
         {
             200 * 3000: "the system prompt is shared: it counts once",
             1000 + 200 * 1850: "the last answer is stored, too",
@@ -783,26 +780,6 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
 }
 
 
-def close(value: float):
-    return lambda got, expected, case: isinstance(got, int | float) and abs(got - value) <= 0.002 * abs(value)
-
-
-def off(key: str):
-    """Compare without giving the number away."""
-    tolerance = 0.001 if key == "working_set" else 0.01
-
-    def compare(got, expected):
-        if isinstance(got, bool) or not isinstance(got, int | float):
-            return f"{key!r}: expected a number, got {got!r}"
-        share = "1 %" if tolerance == 0.01 else "0.1 %"
-        return None if abs(got - expected) <= tolerance * expected else f"{key!r}: {got:.5g} is more than {share} off"
-
-    return compare
-
-
 @register("07.chat_figures", points=2, title="Estimate it: a chat service")
 def chat_figures(rng):
-    for key, (expected, named) in FIGURES.items():
-        hints = [Hint(text, when=close(value)) for value, text in named.items()]
-        call = f"chat_figures()[{key!r}]"
-        yield Drive(lambda answer, key=key: answer()[key], expected, call, compare=off(key), hints=hints)
+    yield from estimates("chat_figures", FIGURES, 0.01)

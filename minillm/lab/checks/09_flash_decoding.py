@@ -10,12 +10,9 @@ import math
 import torch
 
 from minillm.lab.check import Case, Hint, register
+from minillm.lab.estimates import slips
 
 EMPTY = float("-inf")
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
 
 
 def item(got, i):
@@ -181,7 +178,8 @@ def merge(rng):
     yield Case((outs, lses), (out.float(), lse.float()), rtol=1e-5, atol=1e-3)
     outs, lses = rng.tensor(4, 3, 5), rng.tensor(4, 3)
     lses[:, 1] = EMPTY  # one head of three has no keys at all
-    outs[:, 1] = math.nan
+    lses[2, 0] = lses[0, 2] = EMPTY  # and parts that are empty for one head alone
+    outs[lses == EMPTY] = math.nan
     weights = lses.double().softmax(0).nan_to_num()
     expected = (weights[..., None] * outs.double().nan_to_num()).sum(0).float()
     yield Case((outs, lses), (expected, lses.double().logsumexp(0).float()), rtol=1e-5)
@@ -239,7 +237,11 @@ PAGED = {
             when=lambda got, expected, case: case.args[4] >= case.args[5],
         ),
         *slips(PAGED),
-        Hint("nan: a slot was read that holds no key of this part", when=has_nan),
+        Hint(
+            "nan: a slot was read that holds no key of this part; or exp of a score from which its row's largest was "
+            "not taken away",
+            when=has_nan,
+        ),
     ],
 )
 def paged_part(rng):
@@ -269,9 +271,12 @@ def paged_part(rng):
     )  # no NaN: a wrong slot is a wrong value
     table = torch.tensor([8, 3, 0, 5])
     rows = [int(table[i // 4]) * 4 + i % 4 for i in range(6, 15)]
-    k, v = k_pool.view(36, 8)[rows], v_pool.view(36, 8)[rows]
-    out, lse = exact(0.3 * (q.double() @ k.double().T), v.expand(3, -1, -1))
-    yield Case((q, k_pool, v_pool, table, 6, 15, 0.3), (out.float(), lse.float()))
+    for levels in (None, torch.tensor([150.0, 0.0, -150.0])):  # then each row's scores lie far from the others'
+        if levels is not None:
+            q[:, 0], k_pool[..., 0] = levels / 0.3, 1.0
+        k, v = k_pool.view(36, 8)[rows], v_pool.view(36, 8)[rows]
+        out, lse = exact(0.3 * (q.double() @ k.double().T), v.expand(3, -1, -1))
+        yield Case((q.clone(), k_pool.clone(), v_pool, table, 6, 15, 0.3), (out.float(), lse.float()))
 
 
 # 4
@@ -341,7 +346,7 @@ CHOICES = {
 @register("09.choose_splits", points=2, title="Choose the splits", hints=slips(CHOICES))
 def choose_splits(rng):
     plans = [(2, 12, 8), (1, 1, 132), (8, 1024, 132), (132, 64, 132), (512, 1024, 132), (1, 300, 132), (7, 45, 20)]
-    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (40, 1024, 132), (9, 100, 66)]
+    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (40, 1024, 132), (9, 100, 66), (22, 109, 16)]
     plans += [(rng.randint(1, 90), rng.randint(2, 200), rng.choice((16, 66, 108, 132))) for _ in range(12)]
     for plan in plans:
         yield Case(plan, fewest(*plan))
@@ -395,6 +400,7 @@ def row_offsets(rng):
         ([7, 2], [0, 5], 4, 64, 16),
         ([40_000, 3], [1, 17, 31], 16, 65_536, 4096),
         ([7767, 7768], [0, 480], 480, 276_480, 576),
+        ([5, 30_000], [3, 20, 31], 16, 131_072, 128),  # heads lie between the slots of two blocks
     ]
     for _ in range(6):
         size = rng.choice((1, 5, 16, 64))

@@ -8,13 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number, tensor_of
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
-
+from minillm.lab.check import Case, Hint, register
+from minillm.lab.compare import tensor_of
+from minillm.lab.estimates import estimates, slips
 
 # --- 11.quantise -------------------------------------------------------------------------------------------------
 
@@ -397,6 +393,7 @@ LAYERS, OTHER = 6.476e9, 0.262e9
 BUDGET = {  # key: expected, {what a slip gives: its name}
     "bits": (
         4 + 20 / 128,
+        0.004,
         {
             4.125: "the zero point's 4 bits are missing",
             4.25: "a zero point of 4 bits, not 16",
@@ -425,6 +422,7 @@ BUDGET = {  # key: expected, {what a slip gives: its name}
     ),
     "widest": (
         4,
+        0,
         {
             5: "the KV's 10 GB come off first, and the scales count",
             3: "there is room for one more",
@@ -435,27 +433,6 @@ BUDGET = {  # key: expected, {what a slip gives: its name}
 }
 
 
-def near(value: float):
-    return lambda got, *_: as_number(got) is not None and abs(as_number(got) - value) <= 0.004 * abs(value)
-
-
-def off(key: str):
-    """Compare without giving the number away."""
-
-    def compare(got, expected):
-        value = as_number(got)
-        if value is None:
-            return f"{key!r}: expected a number, got {got!r}"
-        limit = 0 if key == "widest" else (0.004 if key == "bits" else 0.01) * expected
-        return None if abs(value - expected) <= limit else f"{key!r}: {value:.5g} is off"
-
-    return compare
-
-
 @register("11.budget", points=2, title="Estimate it: bits for a memory budget")
 def budget(rng):
-    for key, (expected, named) in BUDGET.items():
-        hints = [Hint(text, when=near(value)) for value, text in named.items()]
-        yield Drive(
-            lambda answer, key=key: answer()[key], expected, f"budget()[{key!r}]", compare=off(key), hints=hints
-        )
+    yield from estimates("budget", BUDGET, 0.01)

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 
 from minillm.lab.check import Case, Drive, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
+from minillm.lab.estimates import slips
 
 
 def inputs(rng, tokens: int, width: int):

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 
 from minillm.lab.check import Case, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
+from minillm.lab.estimates import slips
 
 
 def clear_of_ties(make, codes_of, margin: float = 5e-5):

@@ -8,12 +8,7 @@ from __future__ import annotations
 import torch
 
 from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
-
+from minillm.lab.estimates import estimates, slips
 
 # --- 14.round_kv -------------------------------------------------------------------------------------------------
 
@@ -465,6 +460,7 @@ BUDGET = {
     ),
     "requests": (
         381,
+        0,
         {
             454: "the window is missing",
             454.13: "the window is missing, and whole requests",
@@ -485,27 +481,6 @@ BUDGET = {
 }
 
 
-def near(value: float):
-    return lambda got, *_: as_number(got) is not None and abs(as_number(got) - value) <= 5e-4 * abs(value)
-
-
-def off(key: str):
-    """Compare without giving the number away."""
-
-    def compare(got, expected):
-        value = as_number(got)
-        if value is None:
-            return f"{key!r}: expected a number, got {got!r}"
-        limit = 0 if key == "requests" else 0.01 * expected
-        return None if abs(value - expected) <= limit else f"{key!r}: {value:.5g} is off"
-
-    return compare
-
-
 @register("14.budget", points=2, title="Estimate it: bytes and requests")
 def budget(rng):
-    for key, (expected, named) in BUDGET.items():
-        hints = [Hint(text, when=near(value)) for value, text in named.items()]
-        yield Drive(
-            lambda answer, key=key: answer()[key], expected, f"budget()[{key!r}]", compare=off(key), hints=hints
-        )
+    yield from estimates("budget", BUDGET, 0.01)

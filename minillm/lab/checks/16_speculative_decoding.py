@@ -10,10 +10,7 @@ from fractions import Fraction
 import torch
 
 from minillm.lab.check import Case, Hint, register
-
-
-def slips(table: dict) -> list[Hint]:
-    return [Hint(text, wrong=wrong) for text, wrong in table.items()]
+from minillm.lab.estimates import slips
 
 
 def weights(rng, vocab: int, zeros: int = 0) -> list[Fraction]:

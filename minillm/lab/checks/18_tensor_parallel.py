@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number, mismatch
+from minillm.lab.compare import mismatch
+from minillm.lab.estimates import estimates
 from minillm.parallel.groups import all_reduce, run_threads
 
 
@@ -331,24 +332,6 @@ TRAFFIC = {  # key: expected, {what a slip gives: its name}
 }
 
 
-def close(value: float):
-    return lambda got, expected, case: as_number(got) is not None and abs(as_number(got) - value) <= 0.02 * value
-
-
-def off(key: str):
-    def compare(got, expected):
-        value = as_number(got)
-        if value is None:
-            return f"{key!r}: expected a number, got {got!r}"
-        return None if abs(value - expected) <= 0.03 * expected else f"{key!r}: {value:.5g} is more than 3 % off"
-
-    return compare
-
-
 @register("18.traffic", points=2, title="Estimate it: the traffic of a 70B")
 def traffic(rng):
-    for key, (expected, named) in TRAFFIC.items():
-        hints = [Hint(text, when=close(value)) for value, text in named.items()]
-        yield Drive(
-            lambda answer, key=key: answer()[key], expected, f"traffic()[{key!r}]", compare=off(key), hints=hints
-        )
+    yield from estimates("traffic", TRAFFIC, 0.03)
