@@ -123,17 +123,24 @@ class LLM:
             loaded, options = self.parallel.model, self.parallel.options
         else:
             loaded = load_weights(model, dtype, device, quantization)
+        try:
+            self._assemble(model, loaded, options, compile, wanted, None if seed is None else int(seed))
+        except BaseException:  # a draft that does not exist, say: no rank stays behind
+            self.close()
+            raise
+
+    def _assemble(self, name: str, loaded: Decoder, options: EngineOptions, compile: bool, wanted, seed) -> None:
+        """From weights to an engine. name: what they were loaded by. wanted: SpeculativeOptions, or None."""
         if compile:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
         self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
         self.config = self.model.config
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(name)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))
         speculator = None
         if wanted is not None:
-            proposer = make_proposer(wanted, model, self.model, self.tokenizer, options.max_num_seqs)
+            proposer = make_proposer(wanted, name, self.model, self.tokenizer, options.max_num_seqs)
             speculator = Speculator(proposer, make_lengths(wanted), make_walk(wanted))
-        seed = None if seed is None else int(seed)
         self.engine = Engine(self.model, options, self.tokenizer, eos_ids, seed, speculator)
         if self.parallel is not None:
             self.parallel.attach(self.engine)

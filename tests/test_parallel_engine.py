@@ -3,6 +3,7 @@
 A launch takes seconds, so one serves many tests: `llm` is made once, and killed by the last test of this file.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -112,9 +113,12 @@ def test_a_rank_killed_in_the_middle_of_an_answer_is_named_within_seconds(llm):
     timer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
     timer.start()
     start = time.monotonic()
-    with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) died: SIGKILL"):
-        while time.monotonic() - start < 60:
-            llm.generate(PROMPTS, GREEDY)
+    try:
+        with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) died: SIGKILL"):
+            while time.monotonic() - start < 60:
+                llm.generate(PROMPTS, GREEDY)
+    finally:
+        timer.cancel()
     assert time.monotonic() - start < 0.5 + 10
     assert not running(pid) and not torch.distributed.is_initialized()
     with pytest.raises(RankError, match="make a new LLM"):
@@ -137,28 +141,40 @@ def follow_until_told(world: World, fail_at: int) -> None:
 
 def test_of_four_ranks_the_one_that_failed_first_is_named(alone):
     ranks = Ranks(4, follow_until_told, 5)
-    pids = ranks.pids()
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 2 of 4 .* failed: MemoryError: no room on this rank"):
-        try:
-            follow_until_told(ranks.world, 5)
-        except RuntimeError as error:
-            raise ranks.blame(error) from None
-    assert time.monotonic() - start < 10
-    assert not any(map(running, pids))
+    try:
+        pids = ranks.pids()
+        start = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 2 of 4 .* failed: MemoryError: no room on this rank"):
+            try:
+                follow_until_told(ranks.world, 5)
+            except RuntimeError as error:
+                raise ranks.blame(error) from None
+        assert time.monotonic() - start < 10
+        assert not any(map(running, pids))
+    finally:
+        ranks.close(kill=True)
 
 
 def test_a_rank_that_hangs_is_found_by_the_time_out(alone):
     ranks = Ranks(2, follow_until_told, -1, seconds=2.0)
-    (pid,) = ranks.pids()
-    os.kill(pid, signal.SIGSTOP)
-    start = time.monotonic()
-    with pytest.raises(RankError, match=rf"no answer in time.* 1 \(process {pid}\)"):
-        try:
-            follow_until_told(ranks.world, -1)
-        except PeerLost as error:
-            raise ranks.blame(error, patience=1.0) from None
-    assert time.monotonic() - start < 10 and not running(pid)
+    try:
+        (pid,) = ranks.pids()
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RankError, match=rf"no answer in time.* 1 \(process {pid}\)"):
+            try:
+                follow_until_told(ranks.world, -1)
+            except PeerLost as error:
+                raise ranks.blame(error, patience=1.0) from None
+        assert time.monotonic() - start < 10 and not running(pid)
+    finally:
+        ranks.close(kill=True)
+
+
+def test_a_draft_that_is_not_there_leaves_no_rank_behind(alone):
+    with pytest.raises(ValueError, match="unknown model 'no-such-draft'"):
+        LLM("tiny", tensor_parallel_size=2, device="cpu", speculative="no-such-draft")
+    assert not torch.distributed.is_initialized() and not torch.multiprocessing.active_children()
 
 
 def test_a_rank_takes_the_memory_of_its_slice_and_the_probe_measures_what_it_says(alone):
@@ -195,44 +211,55 @@ GUARD main()
 """
 
 
-def script(tmp_path: Path, guard: str, *arguments: str, launcher=()) -> subprocess.Popen:
+@contextlib.contextmanager
+def script(tmp_path: Path, guard: str, *arguments: str, launcher=()):
+    """The script as a process of a group of its own; when the test is over, in whatever way, all of it is ended."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.replace("GUARD", guard), encoding="utf-8")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(path), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=env, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()  # torchrun's ranks are no members of its group: it ends them
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 GUARDED = 'if __name__ == "__main__":'
 
 
 def test_a_script_that_closes_nothing_ends_by_itself(tmp_path):
-    out, err = (process := script(tmp_path, GUARDED)).communicate(timeout=120)
-    assert process.returncode == 0, err
-    (pids,) = (line.split()[1:] for line in out.splitlines() if line.startswith("pids:"))
-    assert "text: '" in out and not any(running(int(pid)) for pid in pids)
+    with script(tmp_path, GUARDED) as process:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        (pids,) = (line.split()[1:] for line in out.splitlines() if line.startswith("pids:"))
+        assert "text: '" in out and not any(running(int(pid)) for pid in pids)
 
 
 def test_an_interrupt_ends_all_ranks(tmp_path):
-    process = script(tmp_path, GUARDED, "interrupt")
-    try:
+    with script(tmp_path, GUARDED, "interrupt") as process:
         lines = [process.stdout.readline() for _ in range(3)]  # the text, the ranks, "ready"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()  # where the interrupt did nothing; its ranks end when it is gone
-    assert "KeyboardInterrupt" in err and process.returncode != 0
-    assert not any(running(int(pid)) for pid in lines[1].split()[1:])
+        assert "KeyboardInterrupt" in err and process.returncode != 0
+        assert not any(running(int(pid)) for pid in lines[1].split()[1:])
 
 
 def test_an_unguarded_script_is_told_what_to_do(tmp_path):
-    _, err = script(tmp_path, "if True:").communicate(timeout=120)
+    with script(tmp_path, "if True:") as process:
+        _, err = process.communicate(timeout=120)
     assert "RankError: rank 1 of 2" in err and 'if __name__ == "__main__":' in err
 
 
 def test_torchrun_starts_the_same_script(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    out, err = (process := script(tmp_path, "if True:", launcher=launcher)).communicate(timeout=120)
+    with script(tmp_path, "if True:", launcher=launcher) as process:
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out.count("text: '") == 1, "rank 0 alone goes on after LLM(...)"
 

@@ -447,7 +447,11 @@ def test_options_by_name():
     ):
         with pytest.raises(ParamsError, match=told):
             parse(wrong)
-    for name, told in (("exit-6", "from 1 to 5"), ("self-int5", "int4"), ("self-", "int4")):
+    for name, told in (
+        ("exit-6", "speculative exit=6: .*from 1 to 5"),
+        ("self-int5", "speculative='self-int5': .*self-int4"),
+        ("self-", "speculative='self-': .*self-int4"),
+    ):
         with pytest.raises(ParamsError, match=told):
             LLM("tiny", device="cpu", speculative=name)
 

@@ -37,6 +37,7 @@ from minillm.parallel.launch import RankError, Ranks, World, join, leave, rank_d
 from minillm.parallel.tensor import apply_tensor_parallel, check_ranks
 from minillm.parallel.weights import load_shard
 from minillm.quant.named import NAMED, quantize_by_name
+from minillm.speculative.make import TRAINED
 from minillm.speculative.options import SpeculativeOptions
 
 STOP, SETUP, STEP = range(3)
@@ -303,8 +304,8 @@ def check_mix(
         f"quantization={quantization!r}": "activations" in NAMED.get(quantization, {}),
     }
     if speculative is not None:  # drafts that run the target itself would call its sums on rank 0 alone
-        own = speculative.bits or speculative.layers or speculative.method in ("medusa", "eagle")
-        mixes[f"speculative={speculative.method!r}"] = own is not None and own is not False
+        own = speculative.bits or speculative.layers or speculative.method in TRAINED
+        mixes[f"speculative={speculative.method!r}"] = bool(own)
     for mix, wanted in mixes.items():
         if wanted:
             raise ParamsError(illegal("tensor_parallel_size", size, f"cannot be combined with {mix}"))

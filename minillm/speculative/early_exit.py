@@ -15,11 +15,12 @@ from minillm.errors import ParamsError, illegal
 from minillm.model.decoder import Decoder
 
 
-def first_layers(model: Decoder, count: int) -> Decoder:
-    """A Decoder of the first `count` layers, then the model's last norm and head. All weights are the model's own."""
+def first_layers(model: Decoder, count: int, name: str = "layers") -> Decoder:
+    """A Decoder of the first `count` layers, then the model's last norm and head. All weights are the model's own.
+    name: of `count`, in an error."""
     layers = model.config.num_layers
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < layers:
-        raise ParamsError(illegal("layers", count, f"must be a whole number from 1 to {layers - 1}"))
+        raise ParamsError(illegal(name, count, f"must be a whole number from 1 to {layers - 1}"))
     exit = copy.copy(model)
     exit._modules = dict(model._modules)
     exit.layers = nn.ModuleList(list(model.layers)[:count])

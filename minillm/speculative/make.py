@@ -5,24 +5,21 @@ Whatever is loaded here runs beside the target: its weights and its cache are me
 
 from __future__ import annotations
 
-from importlib import import_module
-
-from minillm.errors import ParamsError, illegal
 from minillm.model.decoder import Decoder
 from minillm.model.layout import pack_linears
 from minillm.model.tokenizer import Tokenizer, load_tokenizer
 from minillm.model.weights import load_model
-from minillm.quant.named import check_name, quantize_by_name
+from minillm.quant.named import quantize_by_name
+from minillm.speculative import eagle, medusa
 from minillm.speculative.adaptive import AdaptiveLength, FixedLength
 from minillm.speculative.draft_model import DraftModel, check_same_vocabulary
 from minillm.speculative.early_exit import first_layers
-from minillm.speculative.medusa import typical
 from minillm.speculative.ngram import NGram
 from minillm.speculative.options import SpeculativeOptions
 from minillm.speculative.proposer import Proposer
 from minillm.speculative.verify import Walk
 
-TRAINED = {"medusa": "minillm.speculative.medusa", "eagle": "minillm.speculative.eagle"}  # each has a `make`
+TRAINED = {"medusa": medusa.make, "eagle": eagle.make}
 
 
 def make_proposer(
@@ -34,17 +31,12 @@ def make_proposer(
         return NGram(options.ngram)
     plain = getattr(model, "model", model)  # of a compiled target the layers that it was made of
     if options.layers is not None:
-        return DraftModel(first_layers(plain, options.layers), sequences)
+        return DraftModel(first_layers(plain, options.layers, "speculative exit"), sequences)
     if options.bits is not None:
-        check_name(options.bits)
         copy = quantize_by_name(load_model(name, dtype=model.dtype, device=model.device), options.bits)
         return DraftModel(pack_linears(copy), sequences)
     if method in TRAINED:
-        try:
-            module = import_module(TRAINED[method])
-        except ModuleNotFoundError:
-            raise ParamsError(illegal("speculative", method, "this chapter is not there yet")) from None
-        return module.make(options, name, plain, sequences)
+        return TRAINED[method](options, name, plain, sequences)
     draft = load_model(method, dtype=model.dtype, device=model.device)
     check_same_vocabulary(model.config, draft.config, tokenizer, load_tokenizer(method))
     return DraftModel(pack_linears(draft), sequences)
@@ -55,4 +47,4 @@ def make_lengths(options: SpeculativeOptions) -> AdaptiveLength | FixedLength:
 
 
 def make_walk(options: SpeculativeOptions) -> Walk | None:
-    return typical() if options.acceptance == "typical" else None
+    return medusa.typical() if options.acceptance == "typical" else None

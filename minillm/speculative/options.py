@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from minillm.errors import ParamsError, illegal
+from minillm.quant.named import NAMED
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class SpeculativeOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
             raise ParamsError(illegal("speculative", self.method, 'must be "ngram", "self-int4", "exit-2", a model'))
+        if self.bits is not None and self.bits not in NAMED:
+            legal = "must be " + " or ".join(f'"self-{name}"' for name in NAMED)
+            raise ParamsError(illegal("speculative", self.method, legal))
         for name in ("num_tokens", "ngram"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
