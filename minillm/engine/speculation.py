@@ -17,6 +17,7 @@ from torch import Tensor
 from minillm.engine.batch import Batch
 from minillm.engine.request import Request
 from minillm.speculative.adaptive import FixedLength
+from minillm.speculative.analysis import acceptance_of
 from minillm.speculative.proposer import NOTHING, Context, Draft, Proposer
 from minillm.speculative.verify import Verdict, Walk, verify
 
@@ -48,8 +49,7 @@ class SpeculationStats:
     @property
     def acceptance(self) -> float:
         """a: accepted, of the draft tokens that were looked at; those behind a refused one were not."""
-        looked_at = self.accepted + self.left_early
-        return self.accepted / looked_at if looked_at else 0.0
+        return acceptance_of(self.accepted, self.left_early)
 
 
 class Speculator:

@@ -48,8 +48,7 @@ def acceptance(p, q) -> float:
     return float(sum(min(float(x), float(y)) for x, y in zip(p, q, strict=True)))
 
 
-def acceptance_of(accepted: int, drafted_rounds: int, cut_short: int = 0) -> float:
-    """The estimate of `a` from rounds: each accepted token is a success; each round that was left before its draft's
-    end is one failure. Rounds whose whole draft was accepted (cut_short) say nothing about a failure."""
-    failures = drafted_rounds - cut_short
-    return accepted / (accepted + failures) if accepted + failures else 0.0
+def acceptance_of(accepted: int, refused: int) -> float:
+    """The estimate of `a` from rounds. accepted: tokens. refused: rounds that were left before their draft's end, one
+    refusal each; tokens behind it were not looked at."""
+    return accepted / (accepted + refused) if accepted + refused else 0.0

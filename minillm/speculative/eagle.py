@@ -27,7 +27,7 @@ from minillm.model.attention import LayerInfo, attend_now, naive_attention
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Block, Decoder, make_norm
 from minillm.model.rope import cos_sin, inverse_frequencies
-from minillm.speculative.heads import load_heads, read_facts
+from minillm.speculative.heads import load_heads
 from minillm.speculative.proposer import NOTHING, Context, Draft
 from minillm.speculative.tree import likeliest_nodes, subtree
 
@@ -221,6 +221,5 @@ class Eagle:
 
 def make(options, name: str, target: Decoder, sequences: int) -> Eagle:
     """The layer that was trained for model `name`, on `target`, which was loaded by that name."""
-    read_facts(name, "eagle")
     head = load_heads(EagleHead(target.config), name, "eagle").to(target.device, target.dtype)
     return Eagle(target, head, sequences, tree=options.tree)

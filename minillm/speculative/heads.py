@@ -34,17 +34,21 @@ def save_heads(heads: nn.Module, path: Path, facts: dict, dtype: torch.dtype = t
     save_file(tensors, path, metadata={"facts": json.dumps(facts)})
 
 
-def read_facts(name: str, what: str) -> dict:
-    """The facts of a file; an error that says what to run if there is none."""
-    from safetensors import safe_open
-
+def existing_heads(name: str, what: str) -> Path:
+    """`heads_path`, or an error that says what to run if there is none."""
     path = heads_path(name, what)
     if not path.is_file():
         raise ParamsError(
             f"speculative={what!r} needs heads trained for {name!r}, and there are none at {path}; run: "
             f"python -m minillm.speculative.train --what {what} --model {name}"
         )
-    with safe_open(path, "pt") as file:
+    return path
+
+
+def read_facts(name: str, what: str) -> dict:
+    from safetensors import safe_open
+
+    with safe_open(existing_heads(name, what), "pt") as file:
         return json.loads((file.metadata() or {}).get("facts", "{}"))
 
 
@@ -52,7 +56,7 @@ def load_heads(heads: nn.Module, name: str, what: str) -> nn.Module:
     """Fill `heads` with the file's weights, in the dtype and on the device they have."""
     from safetensors.torch import load_file
 
-    path = heads_path(name, what)
+    path = existing_heads(name, what)
     stored, wanted = load_file(path), heads.state_dict()
     if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in wanted.items()}:
         raise WeightsError(f"{path.name} does not fit: its tensors are not those of {what} heads for this model")
