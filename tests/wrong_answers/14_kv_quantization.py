@@ -124,6 +124,29 @@ WRONG = {
             "after the scale",
         ),
         "no factor": (("k @ q * factor", "k @ q"), "factor"),
+        "a factor of its own": (("k @ q * factor", "k @ q * len(q) ** -0.5"), "is an argument"),
+        "torch's own factor": (
+            (
+                "return (k @ q * factor).softmax(0) @ v",
+                "return torch.nn.functional.scaled_dot_product_attention(q[None], k, v)[0]",
+            ),
+            "is an argument",
+        ),
+        "exp as it is": (
+            (
+                "return (k @ q * factor).softmax(0) @ v",
+                "weights = (k @ q * factor).exp()\n    return (weights / weights.sum()) @ v",
+            ),
+            "take the largest off",
+        ),
+        "signed codes": (("rounded_k = codes * scale", "rounded_k = codes.to(torch.int8) * scale"), "up to 255"),
+        "32 window tokens at most": (
+            (
+                "torch.cat((rounded_k, window_k)), torch.cat((rounded_v, window_v))",
+                "torch.cat((rounded_k, window_k[:32])), torch.cat((rounded_v, window_v[:32]))",
+            ),
+            "expected",
+        ),
         "no window": (
             (
                 "k, v = torch.cat((rounded_k, window_k)), torch.cat((rounded_v, window_v))",
@@ -191,6 +214,24 @@ WRONG = {
             "    def copy(self, source, target): self.x[target] = self.x[source]\n"
             "    def read(self, block, count): return self.x[block][:count]\n",
             "goes its own way",
+        ),
+        "16 places are copied": (
+            ("self.codes[target] = self.codes[source]", "self.codes[target, :16] = self.codes[source, :16]"),
+            "expected",
+        ),
+        "block 0 cannot be forked": (
+            "class Partly(CodeBlocks):\n"
+            "    def copy(self, source, target):\n"
+            "        if source:\n"
+            "            super().copy(source, target)\n"
+            "CodeBlocks = Partly",
+            "a fork of a fork",
+        ),
+        "forks only go up": (
+            "class Partly(CodeBlocks):\n"
+            "    def copy(self, source, target): super().copy(min(source, target), max(source, target))\n"
+            "CodeBlocks = Partly",
+            "a fork of a fork",
         ),
         "never rounded": (
             "class CodeBlocks:\n"

@@ -63,6 +63,10 @@ WRONG = {
             ("        if first < end:\n", "        if first < end and (len(part) == window or start == 0):\n"),
             "expected",
         ),
+        "64 tokens of a window": (
+            ("part = tokens[start : start + window]", "part = tokens[start : start + min(window, 64)]"),
+            "331 tokens",
+        ),
         "token 0 guessed": (("return torch.cat(losses)", "return torch.cat([torch.zeros(1), *losses])"), "expected"),
         "one token short": ((ROWS, "logits[first - start - 1 : -1][:-1]"), "expected"),
         "the example": (
@@ -90,6 +94,10 @@ WRONG = {
         ),
         "count": ((AGREE, "agree.float().sum().item()"), "a count"),
         "differ": ((AGREE, "1 - agree.float().mean().item()"), "share that differ"),
+        "an infinite difference": (
+            (TERMS, "terms = (p.exp() * (p - q).masked_fill((p - q).isinf(), 0.0))"),
+            "rules out adds 0",
+        ),
         "overflow": (
             (
                 "p, q = original.log_softmax(-1), changed.log_softmax(-1)",
@@ -161,6 +169,7 @@ WRONG = {
         "sums": ((MEANS, "means = sums[drawn].sum(1)"), "expected"),
         "extremes": ((ENDS, "torch.tensor([0.0, 1.0])"), "expected"),
         "not drawn": ((MEANS, "means = sums / lengths"), "expected"),
+        "half of the samples": ((MEANS, "drawn = drawn[: (len(drawn) + 1) // 2]\n    " + MEANS), "expected"),
         "columns": ((MEANS, "means = sums[drawn].sum(0) / lengths[drawn].sum(0)"), "expected"),
         "short block dropped": (
             (
@@ -204,6 +213,11 @@ WRONG = {
         "first only": ((SCORE, "-F.cross_entropy(logits[:1], choice[:1]).item()"), "only the first token"),
         "last only": ((SCORE, "-F.cross_entropy(logits[-1:], choice[-1:]).item()"), "only the last token"),
         "the best": (("return scores", "return max(range(len(scores)), key=scores.__getitem__)"), "expected"),
+        "four choices": (("return scores", "return scores[:4]"), "expected"),
+        "128 tokens of context": (
+            ("    scores = []\n    for choice", "    scores, context = [], context[:128]\n    for choice"),
+            "expected",
+        ),
         "logits": ((SCORE, "logits.gather(-1, choice[:, None]).mean().item()"), "expected"),
         "from the first row": ((LOGITS, LOGITS.replace("len(context) - 1 : -1", ": len(choice)")), "expected"),
         "all in one text": (
@@ -252,6 +266,7 @@ WRONG = {
             "    return torch.cat([x for x in windows if len(x) == most]).mean().exp().item()",
             "only full windows",
         ),
+        "64 windows": (("for losses in windows:", "for losses in windows[:64]:"), "300 windows"),
         "loss": ((RESULT, "(total / count).item()"), "mean loss"),
         "power of two": ((RESULT, "2 ** (total / count).item()"), "exp belongs to nats"),
         "median": (WHOLE + "every.median().exp().item()", "median"),

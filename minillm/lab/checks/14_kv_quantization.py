@@ -203,6 +203,7 @@ def attended(q, keys, values, window_k, window_v, factor):
 def attending(kind: str):
     def answer(q, keys, values, window_k, window_v, factor):
         codes, scale, low = keys
+        codes = codes.to(torch.int8) if kind == "signed" else codes
         group = len(codes) // max(len(scale), 1)
         if kind == "interleaved":
             scale, low = scale.repeat(group, 1), low.repeat(group, 1)
@@ -213,7 +214,7 @@ def attending(kind: str):
             rounded_k = codes * scale
         vcodes, vscale, vlow = values
         rounded_v = vcodes * vscale[:, None] + (0 if kind == "no low of v" else vlow[:, None])
-        factor = 1.0 if kind == "no factor" else factor
+        factor = {"no factor": 1.0, "own factor": len(q) ** -0.5}.get(kind, factor)
         if kind in ("sum", "mean"):
             parts = [(rounded_k, rounded_v)] if len(rounded_k) else []
             parts = [(k @ q * factor).softmax(0) @ v for k, v in [*parts, (window_k, window_v)]]
@@ -238,32 +239,48 @@ ATTEND = {
     "values: `low` is missing": attending("no low of v"),
     "keys: low is added after the scale, x = low + scale * code": attending("low first"),
     "the factor on q @ k is missing": attending("no factor"),
+    "the factor on q @ k is an argument, not always 1 / sqrt(dim)": attending("own factor"),
+    "codes go up to 255: as signed bytes those from 128 on are negative": attending("signed"),
     "the window's tokens are left out": attending("rounded only"),
     "the rounded tokens are left out": attending("window only"),
     "keys and values are put together in different orders": attending("swapped"),
 }
 
 
-@register("14.attend", points=3, title="One query over both", hints=slips(ATTEND))
+@register(
+    "14.attend",
+    points=3,
+    title="One query over both",
+    hints=[
+        Hint(
+            "exp of a large score is inf: take the largest off first, as softmax does",
+            when=lambda got, *_: isinstance(got, torch.Tensor) and bool(got.isnan().any()),
+        ),
+        *slips(ATTEND),
+    ],
+)
 def attend(rng):
-    def codes(*shape):
-        return torch.randint(0, 16, shape, generator=rng.generator).to(torch.uint8)
-
-    for groups, group, dim, window in (
-        (0, 8, 4, 1),
-        (3, 4, 8, 2),
-        (2, 16, 16, 5),
-        (1, 32, 6, 32),
-        (5, 8, 64, 1),
-        (0, 16, 12, 7),
-        (9, 3, 33, 4),
-        (40, 16, 32, 11),
+    for groups, group, dim, window, top, factor in (
+        (0, 8, 4, 1, 15, 0.5),
+        (3, 4, 8, 2, 15, 0.3),
+        (2, 16, 16, 5, 3, 0.25),
+        (1, 32, 6, 32, 15, 0.4),
+        (5, 8, 64, 1, 15, 0.125),
+        (0, 16, 12, 7, 15, 0.2),
+        (9, 3, 33, 4, 15, 0.1),
+        (40, 16, 32, 11, 15, 0.18),
+        (2, 16, 8, 130, 255, 0.02),
+        (4, 8, 24, 3, 15, 40.0),  # scores in the hundreds
     ):
         n = groups * group
+
+        def codes(*shape, top=top):
+            return torch.randint(0, top + 1, shape, generator=rng.generator).to(torch.uint8)
+
         keys = codes(n, dim), rng.tensor(groups, dim).abs() * 0.1 + 0.02, rng.tensor(groups, dim)
         values = codes(n, dim), rng.tensor(n).abs() * 0.2 + 0.02, rng.tensor(n) - 1
         q, k, v = rng.tensor(dim), rng.tensor(window, dim), rng.tensor(window, dim)
-        args = (q, keys, values, k, v, dim**-0.5)
+        args = (q, keys, values, k, v, factor)
         yield Case(args, attended(*args))
 
 
@@ -389,7 +406,7 @@ def code_blocks(rng):
     def fill(block, count, dim):
         return [("write", block, place, token(dim)) for place in range(count)]
 
-    for blocks, size, dim, bits in ((3, 4, 5, 8), (4, 8, 16, 4), (6, 16, 33, 2), (5, 3, 64, 8)):
+    for blocks, size, dim, bits in ((3, 4, 5, 8), (4, 8, 16, 4), (6, 16, 33, 2), (5, 3, 64, 8), (7, 40, 6, 4)):
         alone = [*fill(0, size, dim), ("read", 0, size)]
         forked = [
             *fill(1, size - 1, dim),
@@ -401,6 +418,9 @@ def code_blocks(rng):
         forked += [("write", 2, size - 1, token(dim)), ("read", 2, size), ("read", 1, size - 1)]
         forked += [("write", 2, 0, token(dim)), ("read", 1, size - 1), ("write", 1, 1, token(dim)), ("read", 2, size)]
         reused = [*fill(0, size, dim), *fill(0, size, dim), ("read", 0, size)]
+        last = blocks - 1
+        forks = [*fill(last, size, dim), ("copy", last, 0), ("copy", 0, 1), ("write", 0, 0, token(dim))]
+        forks += [("read", block, size) for block in (1, 0, last)]
         again = [
             *fill(2, size, dim),
             *fill(1, 2, dim),
@@ -412,6 +432,7 @@ def code_blocks(rng):
         for plan, what in (
             (alone, "one request alone"),
             (forked, "a fork that goes its own way"),
+            (forks, "a fork of a fork"),
             (reused, "a block given to a second request"),
             (again, "a copy into a used block, then new tokens there"),
         ):
