@@ -21,6 +21,7 @@ WRONG = {
         "mean of ratios": ((A, "    a = float((p / q).nan_to_num(posinf=1.0).clamp(max=1).mean())\n"), "expected"),
         "equal distributions": ((SCALED, "left / total"), "nan"),
         "epsilon": ((SCALED, "left / (total + 1e-3)"), "expected"),
+        "nearly equal": ((SCALED, "left / total if total > 1e-3 else p"), "not p"),
         "only a": ((f"return a, {SCALED}", "return a"), "expected"),
     },
     "16.verify": {
@@ -50,6 +51,8 @@ WRONG = {
         "equality is kept": ((KEEP, "uniforms[i] * q[i, x] > p[i, x]"), "expected"),
         "the likeliest": (("int((law.cumsum(0) <= uniforms[len(tokens)]).sum())", "int(law.argmax())"), "expected"),
         "another uniform": (("<= uniforms[len(tokens)]", "<= uniforms[0]"), "expected"),
+        "impossible at 0": (("(law.cumsum(0) <= uniforms", "(law.cumsum(0) < uniforms"), "expected"),
+        "a guarded ratio": ((KEEP, "uniforms[i] >= p[i, x] / (q[i, x] + 1e-3)"), "expected"),
         "the refused token too": (
             (
                 "            break\n        said.append(x)\n",
@@ -72,6 +75,10 @@ WRONG = {
         "equal distributions": ((REPLACE, "    replacement = left / left.sum()\n"), "nan"),
         "nothing comes back": (("    return kept + refused * replacement\n", "    return kept\n"), "less than 1"),
         "always": (("kept + refused * replacement", "kept + replacement"), "as often"),
+        "what is not kept of p": (
+            (REPLACE, "    left = (p - q * keep).clamp(min=0)\n    replacement = left / left.sum()\n"),
+            "expected",
+        ),
         "by its own share": (("    refused = (q * (1 - keep)).sum()\n", "    refused = 1 - keep\n"), "expected"),
         "refused by p": (
             ("    refused = (q * (1 - keep)).sum()\n", "    refused = (p * (1 - keep)).sum()\n"),
@@ -130,6 +137,12 @@ WRONG = {
             "speed-up 1",
         ),
         "closed form at a = 1": ((GAINS, "(1 - a ** (k + 1)) / (1 - a) / (1 + k * (c + v))"), "raised"),
+        "the largest of equals": (
+            "def best_length(a, c, v, most):\n"
+            "    gains = [sum(a**i for i in range(k + 1)) / (1 + k * (c + v)) for k in range(most + 1)]\n"
+            "    return max(k for k in range(most + 1) if gains[k] == max(gains)), max(gains)",
+            "expected",
+        ),
         "most is left out": (("for k in range(most + 1)]", "for k in range(most)]"), "expected"),
         "tokens, not speed": (
             ("max(gains)\n", "sum(a**i for i in range(gains.index(max(gains)) + 1))\n"),

@@ -149,6 +149,9 @@ WRONG = {
     "18.traffic": {
         "one all-reduce": (traffic(layer_kib="16"), "There are two"),
         "float32": (traffic(layer_kib="64"), "4 bytes"),
+        "kB": (traffic(layer_kib="2 * 8192 * 2 / 1e3"), "KiB is 1024"),
+        "the embedding's too": (traffic(messages="161 * 14"), "left out"),
+        "about": (traffic(messages="2200"), "not the number"),
         "one layer": (traffic(token_mb="2 * 8192 * 2 / 1e6"), "80 layers"),
         "factor 2": (traffic(ring_mb="5.24"), "not 2"),
         "round once": (traffic(ring_mb="2.62 * 7 / 8"), "twice"),

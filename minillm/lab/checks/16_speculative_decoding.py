@@ -80,6 +80,10 @@ def residual_of(rng):
     law = tensor([Fraction(1, 4)] * 4)
     yield Case((law, law.clone()), (1.0, law.clone()))
     yield Case((tensor([1, 0, 0]), tensor([0, Fraction(1, 2), Fraction(1, 2)])), (0.0, tensor([1, 0, 0])))
+    p, little = weights(rng, 9), Fraction(1, 2**14)  # so near that almost nothing is refused: it has a residual still
+    q = [p[0] - little, p[1] + little / 2, p[2] + little / 2, *p[3:]]
+    left = tensor([1, *[0] * 8])
+    yield Case((tensor(p), tensor(q)), (float(1 - little), left), rtol=1e-6, atol=1e-9)
 
 
 # 2
@@ -176,6 +180,11 @@ def verify(rng):
     yield Case((certain, torch.tensor([[0.0, 1.0]], dtype=torch.float64), [1], [0.0, 0.5]), [0])  # p(x) = 0, u = 0
     yield Case((certain, certain[:1].clone(), [0], [0.999, 0.3]), [0, 1])
     yield Case((certain[:1].clone(), certain[:0].clone(), [], [0.4]), [0])  # no draft: plain decoding
+    yield Case((certain[1:].clone(), certain[:0].clone(), [], [0.0]), [1])  # token 0 has no probability at all
+    rare = torch.tensor([[2.0**-13, 1 - 2.0**-13], [0.5, 0.5]], dtype=torch.float64)
+    likelier = torch.tensor([[2.0**-12, 1 - 2.0**-12]], dtype=torch.float64)
+    for uniform, said in ((0.49, [0, 0]), (0.51, [1])):  # p / q is 1/2, however small both are
+        yield Case((rare, likelier, [0], [uniform, 0.25]), said)
 
 
 # 3
@@ -331,6 +340,8 @@ def best_length(rng):
         (0.9, 0.02, 0.05, 6),
         (0.95, 0.01, 0.0, 64),
         (0.2, 0.05, 0.3, 5),
+        (0.5, 0.25, 0.25, 4),  # k = 0 and k = 1 are equal
+        (0.75, 0.125, 0.25, 0),
     ):
         best, gain = 0, 1.0
         for k in range(1, most + 1):

@@ -330,6 +330,7 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
         HEADS + 5 * 4096 * 128256 * 2 / 1e6,
         {
             HEADS + 4096 * 128256 * 2 / 1e6: "that is one vocabulary matrix; each head has its own",
+            5 * 4096 * 128256 * 2 / 1e6: "the heads' own matrices are missing",
             (HEADS + 5 * 4096 * 128256 * 2 / 1e6) / 1e3: "gigabytes; megabytes are asked for",
         },
     ),

@@ -296,10 +296,11 @@ def after_attention(rng):
 
 
 ONE, BYTE = "one all-reduce a layer? There are two", "1 byte a number? 16 bits are 2"
-TRAFFIC = {  # key: expected, {what a slip gives: its name}
+TRAFFIC = {  # see `estimates`
     "layer_kib": (
         sum(8192 * 2 for _ in range(2)) / 1024,
-        {16.0: ONE + "; or " + BYTE, 64.0: "4 bytes? 16 bits are 2"},
+        0.01,
+        {16.0: ONE + "; or " + BYTE, 64.0: "4 bytes? 16 bits are 2", 32.768: "that is kB; a KiB is 1024 bytes"},
     ),
     "token_mb": (sum(2 * 8192 * 2 for _ in range(80)) / 1e6, {1.31: ONE + "; or " + BYTE, 0.0328: "all 80 layers"}),
     "ring_mb": (
@@ -313,7 +314,9 @@ TRAFFIC = {  # key: expected, {what a slip gives: its name}
     ),
     "messages": (
         sum(14 for _ in range(160)),
+        0,
         {
+            2254: "the embedding is left out",
             1120: "half: a ring goes round twice, 2 (p - 1); and a layer has two all-reduces",
             160: "those are all-reduces; each is 2 (p - 1) messages",
             2560: "2 (p - 1), not 2 p",
