@@ -223,8 +223,9 @@ print(inspect.getsource(score))
 # | a last block that is not full, at least 8 blocks | short texts |
 # | a tokens' sum over their number, a choice | longer choices would lose by their length |
 #
-# **Proved.** The small versions and the library's agree; and, where transformers is installed, so does the loop of
-# its own page on the perplexity of fixed-length models: same windows, its model, its loss.
+# **Proved.** The small versions and the library's agree (the interval nearly: the small one leaves the last, shorter
+# block out); and, where transformers is installed, so does the loop of its own page on the perplexity of fixed-length
+# models: same windows, its model, its loss.
 
 # %%
 try:
@@ -339,8 +340,8 @@ assert worst.damage.agreement.high < 0.97
 # 16-bit hardware. Blue: rounding to the nearest; green: GPTQ, AWQ; orange: 8-bit products; pink: the cache.*
 #
 # Four things to read off:
-# - **KL and top-1 order the methods; perplexity cannot.** Several ratios have an interval that holds 1, while one
-#   greedy token in twenty, or more, is another one. Errors that help one token and harm the next cancel in a mean of
+# - **KL and top-1 order the methods; perplexity cannot.** Several ratios have an interval that holds 1, while up to
+#   one greedy token in twenty is another one. Errors that help one token and harm the next cancel in a mean of
 #   losses. They do not cancel in KL, which is never negative.
 # - **A ratio below 1 is no gain.** A model that is changed at random is sometimes luckier on a few thousand tokens.
 # - **The tasks saturate.** INT2, whose perplexity has more than doubled, still answers most of what the original did.
@@ -405,6 +406,10 @@ def real_model(tokens, asked, names):
     found = list(judge(real, ids[-tokens:], None, tasks, methods(names)))
     print(f"smollm2-135m: {tokens} tokens, window 256; turn: {shown(found[0].original['turn'].accuracy, 2)} right")
     print(as_text(found))
+    over = end_of_turn(voice)
+    for name, scores in ("original", found[0].original), *((row.name, row.scores) for row in found):
+        said = sum(q.choices[i] == (over,) for q, i in zip(tasks["turn"], scores["turn"].chosen))
+        print(f"{name:13s} says that the answer is over {said} times of {asked}")
     lost = found[0].damage.reference_loss.mean().item()
     for name, loss, count in (("tiny", reference.loss.mean().item(), len(words)), ("smollm2-135m", lost, len(ids))):
         bits = loss / math.log(2) * count / len(text.encode())
@@ -506,9 +511,7 @@ def rare_rows(bits, symmetric=True, keep=(), book=words):
         rare[list(keep)] = False
         small = fake_quantize(weight, Scheme(8))
         small[rare] = fake_quantize(weight[rare], Scheme(bits, symmetric))
-        changed.head = torch.nn.Linear(
-            weight.shape[1], weight.shape[0], bias=False
-        )  # no longer tied to the embedding
+        changed.head = torch.nn.Linear(*weight.T.shape, bias=False)  # no longer tied to the embedding
         changed.head.weight = torch.nn.Parameter(small, requires_grad=False)
 
     return Method(
@@ -522,18 +525,20 @@ print(
     f"{model.config.vocab_size - len(set(words))} of {model.config.vocab_size} tokens never occur; "
     f"one of them is {tokenizer.token_text(end)}"
 )
-print(f"{'':28s}{'perplexity x':>22s}{'KL':>8s}{'top-1':>7s}{'passage':>9s}{'turn: over':>12s}{'cut':>6s}")
+heads = f"{'':30s}{'perplexity x':>22s}{'KL':>8s}{'top-1':>7s}{'passage':>9s}"
+print(f"{heads}{'turn: over':>12s}{'cut':>6s}{'ln p(end), over':>17s}")
 over = torch.tensor([q.choices[q.answer] == (end,) for q in questions["turn"]])
 table = [("original", None, original["passage"], original["turn"])]
 table += [(name, row.damage, row.scores["passage"], row.scores["turn"]) for name, row in broken.items()]
 for name, d, first_task, second in table:
-    line = f"{name:28s}" + (
+    line = f"{name:30s}" + (
         f"{'1':>22s}{'0':>8s}{'1':>7s}"
         if d is None
         else f"{shown(d.ratio):>22s}{d.mean_kl.value:8.4f}{d.agreement.value:7.3f}"
     )
-    right = second.correct
-    print(f"{line}{first_task.accuracy.value:9.2f}{right[over].mean():12.2f}{right[~over].mean():6.2f}")
+    right, sure = second.correct, [row[i] for row, i, is_over in zip(second.scores, second.right, over) if is_over]
+    line += f"{first_task.accuracy.value:9.2f}{right[over].mean():12.2f}{right[~over].mean():6.2f}"
+    print(f"{line}{np.mean(sure):17.2f}")
 bad = broken["rare INT2 symmetric"]
 assert bad.damage.ratio.value < rows["INT4"].damage.ratio.high and bad.damage.agreement.value > 0.95
 assert bad.scores["turn"].correct[over].mean() < 0.3 < 0.9 < original["turn"].correct[over].mean()
@@ -585,7 +590,7 @@ plt.show()
 # *Red: the head's rare rows rounded; blue: whole methods.* At 2 bits, symmetric, perplexity stays within about a per
 # cent, 98 of 100 greedy tokens and the passage task stay as they were, and the model never ends an answer again:
 # every request runs to its token limit. The end of a turn has one row of the head, no novel contains it, and its
-# score moved by a few nats.
+# ln p, where answers are over, fell by a few nats.
 #
 # - **Perplexity is blind by construction:** it reads the chance of tokens that came. A token that never comes costs
 #   only the little mass it takes from others.
@@ -623,11 +628,13 @@ def draw(ax, tokens, method):
         [(before, base, plots.GREY), (changed, base, plots.ORANGE), (pairs, 0.0, plots.BLUE)]
     ):
         interval = bootstrap(values, samples=500)
-        ax.plot([math.exp(interval.low - centre), math.exp(interval.high - centre)], [place] * 2, color=color, lw=6)
-        ax.plot(math.exp(interval.value - centre), place, "o", color="black", ms=4)
+        low, high = math.exp(interval.low - centre), math.exp(interval.high - centre)
+        ax.plot([low, high], [place] * 2, color=color, lw=6, solid_capstyle="butt")
+        ax.plot(math.exp(interval.value - centre), place, "o", color="black", ms=2)
+    ax.text(1, 2.4, f"{low:.3f} to {high:.3f}", fontsize=8, ha="center", va="center")  # of the last, the pairs
     ax.axvline(1, color="black", lw=0.8)
     ax.set_yticks([0, 1, 2], ["original", method, "ratio, paired"])
-    ax.set(ylim=(2.6, -0.6), xlabel="perplexity, relative", xlim=(0.7, 1.4))
+    ax.set(ylim=(2.7, -0.6), xlabel="perplexity, relative", xlim=(0.7, 1.4))
 
 
 explore(
@@ -689,7 +696,7 @@ predictions()
 
 # %% [markdown]
 # **Exercise:** `exercises/15_measuring_damage.ipynb`: perplexity with a stride, KL and top-1, a paired bootstrap in
-# blocks, a multiple-choice scorer, a perplexity that is too good, and how much text a claim needs.
+# blocks, a multiple-choice scorer, a nightly perplexity that jumps, and how much text a claim needs.
 #
 # **Papers:** Efron 1979, *Bootstrap methods: another look at the jackknife*; Dutta et al. 2024, *Accuracy is not all
 # you need* (arXiv:2407.09141); Frantar et al. 2022, *GPTQ* (arXiv:2210.17323), for the perplexity convention of
