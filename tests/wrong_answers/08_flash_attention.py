@@ -41,6 +41,21 @@ WRONG = {
             "    return sum(math.exp(s - m) * v for s, v in pairs) / total, m + math.log(total)",
             "three variables are enough",
         ),
+        "keeps copies": (
+            "def stream_softmax(pairs):\n"
+            "    scores, values = [], []\n"
+            "    for score, value in pairs:\n"
+            "        scores.append(score * 1.0)\n"
+            "        values.append(value * 1.0)\n"
+            "    if not scores or max(scores) == -math.inf:\n        return 0.0, -math.inf\n"
+            "    s, v = torch.tensor(scores, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)\n"
+            "    return (s.softmax(0) @ v).item(), s.logsumexp(0).item()",
+            "three variables are enough",
+        ),
+        "m starts at a large negative number": (
+            ("m, total, acc = -math.inf, 0.0, 0.0\n    for score", "m, total, acc = -1e4, 0.0, 0.0\n    for score"),
+            "start at -inf",
+        ),
         "two passes": (
             "def stream_softmax(pairs):\n"
             "    m = max((s for s, _ in pairs), default=-math.inf)\n"
@@ -85,6 +100,24 @@ WRONG = {
         "base 2": (("p = torch.exp(s - safe", "p = torch.exp2(s - safe"), "expected"),
         "masked with a large number": (("s.masked_fill(~mask, -math.inf)", "s.masked_fill(~mask, -1e4)"), "expected"),
         "masked with 0": (("s.masked_fill(~mask, -math.inf)", "s * mask"), "expected"),
+        "no maximum inside": (
+            "def tile_step(state, q, k, v, scale, mask=None):\n"
+            "    m, total, acc = state\n"
+            "    s = q @ k.T * scale\n"
+            "    if mask is not None:\n        s = s.masked_fill(~mask, -math.inf)\n"
+            "    new_m = torch.maximum(m, s.amax(-1))\n"
+            "    down = new_m.masked_fill(new_m == -math.inf, 0.0).exp()\n"
+            "    total, acc = total * m.exp() + s.exp().sum(-1), acc * m.exp()[:, None] + s.exp() @ v\n"
+            "    return new_m, total / down, acc / down[:, None]",
+            "exp of a large",
+        ),
+        "maximum clamped": (
+            (
+                "safe = torch.where(new_m == -math.inf, torch.zeros_like(new_m), new_m)",
+                "safe = new_m.clamp(min=-20.0)",
+            ),
+            "expected",
+        ),
         "p under the old maximum": (
             ("p = torch.exp(s - safe[:, None])", "p = torch.exp(s - m[:, None])"),
             "expected",
@@ -120,6 +153,20 @@ WRONG = {
         "mask without start": (("torch.arange(start, start + len(k)) <=", "torch.arange(len(k)) <="), "expected"),
         "last tile dropped": (("range(0, time, block_m)", "range(0, time - block_m + 1, block_m)"), "expected"),
         "not scaled": (("tile, k, v, scale, mask", "tile, k, v, 1.0, mask"), "expected"),
+        "no running maximum": (
+            "def tiled_attention(q, read, length, block_m, block_n, scale):\n"
+            "    rows = []\n"
+            "    for first in range(0, len(q), block_m):\n"
+            "        tile, total, acc = q[first : first + block_m], 0.0, 0.0\n"
+            "        at = torch.arange(first, first + len(tile))[:, None] + length - len(q)\n"
+            "        for start in range(0, int(at[-1]) + 1, block_n):\n"
+            "            k, v = read(start, min(start + block_n, length))\n"
+            "            p = (tile @ k.T * scale).exp() * (torch.arange(start, start + len(k)) <= at)\n"
+            "            total, acc = total + p.sum(-1), acc + p @ v\n"
+            "        rows.append(acc / total[:, None])\n"
+            "    return torch.cat(rows)",
+            "without the running maximum",
+        ),
         "reads twice": ((READ, READ + READ), "reads are not"),
     },
     "08.kernel": {
@@ -140,6 +187,10 @@ WRONG = {
         "acc not rescaled": (
             ("acc = acc * alpha[:, None] + tl.dot(p, v)", "acc = acc + tl.dot(p, v)"),
             "old acc is not",
+        ),
+        "no maximum at all": (
+            (ALPHA, "        m = tl.zeros([BLOCK], tl.float32)\n        alpha = m + 1.0\n"),
+            "without its maximum",
         ),
         "no running maximum": ((ALPHA, "        m = tl.max(s, 1)\n        alpha = tl.exp(m - m)\n"), "expected"),
         "mask changed": (("keys[None, :] <= rows[:, None]", "keys[None, :] < rows[:, None]"), "expected"),

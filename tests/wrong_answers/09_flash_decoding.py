@@ -111,6 +111,18 @@ WRONG = {
             + "    return (weights[..., None] * outs).sum(0), lses.logsumexp(0)",
             "expected",
         ),
+        "empty for all heads, or not at all": (
+            MANY
+            + "    empty = lses == float('-inf')\n"
+            + "    outs, lses, none = outs[~empty.all(1)], lses[~empty.all(1)], empty.all(0)\n"
+            + "    if not len(outs):\n"
+            + "        return torch.zeros(outs.shape[1:]), torch.full((outs.shape[1],), float('-inf'))\n"
+            + "    m = torch.where(none, 0.0, lses.amax(0))\n"
+            + "    weights = torch.exp(lses - m)\n"
+            + "    out = (weights[..., None] * outs).sum(0) / weights.sum(0)[:, None]\n"
+            + "    return torch.where(none[:, None], 0.0, out), m + weights.sum(0).log()",
+            "got nan",
+        ),
         "softmax of the LSEs": (
             MANY
             + "    outs = torch.where((lses == float('-inf'))[..., None], 0.0, outs)\n"
@@ -154,6 +166,21 @@ WRONG = {
             ("scores.softmax(-1) @ v", "(scores - scores.amax(-1, keepdim=True)).exp() @ v"),
             "expected",
         ),
+        "no maximum": (
+            (
+                "    return scores.softmax(-1) @ v, scores.logsumexp(-1)",
+                "    p = scores.exp()\n    return p @ v / p.sum(-1, keepdim=True), p.sum(-1).log()",
+            ),
+            "largest was not taken away",
+        ),
+        "one maximum for the group": (
+            (
+                "    return scores.softmax(-1) @ v, scores.logsumexp(-1)",
+                "    p = (scores - scores.max()).exp()\n"
+                "    return p @ v / p.sum(-1, keepdim=True), scores.max() + p.sum(-1).log()",
+            ),
+            "largest was not taken away",
+        ),
         "softmax over the group": (("scores.softmax(-1) @ v", "scores.softmax(0) @ v"), "expected"),
         "blocks of 4": ((PART, "place = table[keys // 4], keys % 4"), "raised"),
         "K for V": (("v_pool[place]", "k_pool[place]"), "expected"),
@@ -165,6 +192,7 @@ WRONG = {
         "as many as tiles": (CHOOSE + "tiles", "expected"),
         "never": (CHOOSE + "1", "expected"),
         "the least time": (("if 10 * time(s) <= 11 * best", "if time(s) == best"), "within 10 %"),
+        "under 10 %": (("<= 11 * best", "< 11 * best"), "expected"),
         "the largest": (
             ("return next(s for s in range(1, tiles + 1)", "return max(s for s in range(1, tiles + 1)"),
             "expected",
@@ -259,6 +287,7 @@ WRONG = {
             "expected",
         ),
         "no slot": ((OUT, "    return block * block_stride\n"), "slot in the block"),
+        "slots one behind the other": ((OUT, "    return (block * block_size + slot) * slot_stride\n"), "expected"),
         "no table": (
             ((ROWS), "    block, slot = (keys // block_size).long(), keys % block_size\n"),
             "table is not used",

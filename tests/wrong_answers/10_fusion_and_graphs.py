@@ -63,6 +63,27 @@ def count_launches(trace, fusions):
 """,
             "one fusion only",
         ),
+        "the fewest possible": (
+            COUNT
+            + """
+    least = [0] * (len(names) + 1)
+    for i in reversed(range(len(names))):
+        fits = [len(f) for f in fusions if tuple(names[i : i + len(f)]) == tuple(f)]
+        least[i] = 1 + min(least[i + n] for n in (1, *fits))
+    return least[0]
+""",
+            "expected",
+        ),
+        "the longest fusion first, all over the trace": (
+            COUNT
+            + """
+    text = "".join(f"<{name}>" for name in names)
+    for fusion in sorted(fusions, key=len, reverse=True):
+        text = text.replace("".join(f"<{name}>" for name in fusion), "<*>")
+    return text.count("<")
+""",
+            "expected",
+        ),
         "no fusion": (COUNT + "    return len(names)\n", "fusions make one"),
         "a set": (COUNT + "    return len(set(names))\n", "how often"),
         "pairs only": (
@@ -158,6 +179,14 @@ def count_launches(trace, fusions):
             ("    x = x.to(tl.float32)\n    mean = tl.sum(x * x, 0) / width", "    mean = tl.sum(x * x, 0) / width"),
             "do not fit",
         ),
+        "normed before it is rounded": (
+            (
+                "    x = x.to(summed.dtype.element_ty)\n"
+                "    tl.store(summed + row * width + column, x, mask=inside)\n    x = x.to(tl.float32)\n",
+                "    tl.store(summed + row * width + column, x.to(summed.dtype.element_ty), mask=inside)\n",
+            ),
+            "rounded to its dtype before",
+        ),
         "summed not stored": (("    tl.store(summed + row * width + column, x, mask=inside)\n", ""), "summed"),
         "residual in place": (
             (
@@ -245,6 +274,7 @@ def choose_sizes(steps, most):
             "slots and tokens",
         ),
         "stale padding": ((SLOTS, "        self.slots[:n] = torch.tensor(slots)"), "padding rows still"),
+        "stale tokens": ((TOKENS, "        self.tokens[:n] = torch.tensor(tokens)"), "it should be 0"),
         "padding at slot 0": (
             (SLOTS, "        self.slots.zero_()\n        self.slots[:n] = torch.tensor(slots)"),
             "slot 0",

@@ -424,8 +424,9 @@ def kernel(rng):
     for length, dim in ((16, 16), (5, 32), (17, 16), (64, 32), (100, 16), (161, 64)):
         scale = rng.choice([0.3, 0.6])
         q, k, v = rng.tensor(length, dim, scale=2.0), rng.tensor(length, dim), rng.tensor(length, dim)
-        if length > 64:
-            lift(q, k, 120.0, scale)
+        high = length == 100
+        if high:
+            lift(q, k, 110.0, scale)
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         _, total, acc = state_of(q, k, v, scale, seen)
         problem = q, k, v, scale
@@ -437,7 +438,7 @@ def kernel(rng):
             Hint("the old total is not rescaled", when=gives(problem, False, True)),
             Hint("the old acc is not rescaled", when=gives(problem, True, False)),
             Hint(
-                "nan: -inf - -inf, take alpha from the old and the new maximum; or exp of a score without its maximum",
+                "nan: -inf - -inf, take alpha from the old and the new maximum; or exp without its maximum",
                 when=has_nan,
             ),
         ]
@@ -448,8 +449,8 @@ def kernel(rng):
             launched(q, k, v, scale),
             ((acc / total[:, None]).float(), "nothing else written"),
             f"kernel on {length} tokens of dim {dim}: (output, what it wrote)",
-            rtol=1e-3 if torch.cuda.is_available() else 1e-4,
-            atol=2e-2 if torch.cuda.is_available() else 1e-5,
+            rtol=1e-3 if torch.cuda.is_available() or high else 1e-4,  # a float32 near 110 is worth 1e-5 more or less
+            atol=2e-2 if torch.cuda.is_available() else 1e-4 if high else 1e-5,
             hints=hints,
         )
 

@@ -346,7 +346,8 @@ CHOICES = {
 @register("09.choose_splits", points=2, title="Choose the splits", hints=slips(CHOICES))
 def choose_splits(rng):
     plans = [(2, 12, 8), (1, 1, 132), (8, 1024, 132), (132, 64, 132), (512, 1024, 132), (1, 300, 132), (7, 45, 20)]
-    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (40, 1024, 132), (9, 100, 66), (22, 109, 16)]
+    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (40, 1024, 132), (9, 100, 66)]
+    plans += [(22, 109, 16)]  # one time is exactly 10 % above the least
     plans += [(rng.randint(1, 90), rng.randint(2, 200), rng.choice((16, 66, 108, 132))) for _ in range(12)]
     for plan in plans:
         yield Case(plan, fewest(*plan))

@@ -58,7 +58,7 @@ def count_launches(rng):
         ([], known),
     ]
     cases += [(["add", "norm", "mul", "add", "norm"], [("add", "norm"), ("add", "norm", "mul")])]
-    crossing = ["add", "norm", "mul", "silu", "copy"]  # from the left add + norm goes first, though norm + 2 is longer
+    crossing = ["add", "norm", "mul", "silu", "copy"]  # add + norm comes first, the longer one loses
     cases += [(crossing * 9, [("norm", "mul", "silu"), ("add", "norm")])]
     cases += [
         (["add"] * 7, [("add", "add")]),
