@@ -1,5 +1,6 @@
 """`minillm bench gpu` runs here at its smallest sizes; its plan fits its budget; a broken step costs itself alone."""
 
+import inspect
 import itertools
 import json
 import re
@@ -66,6 +67,23 @@ def test_the_plan_names_real_benchmarks_and_fits_eight_minutes():
     known = set(cli.all_benches()) | {"machine", "checks"}
     assert set(names) <= known, set(names) - known
     assert all(0 < most <= gpu_bench.BUDGET for _, most, _ in PLAN)
+
+
+def test_every_figure_that_a_chapter_draws_is_in_the_plan():
+    """From chapter 08 on the first word of a figure's name is that of its benchmark."""
+    asked = set()
+    for path in (ROOT / "notebooks").glob("*.py"):
+        if path.name >= "08":
+            asked |= set(re.findall(r'recorded\(f?"([a-z_]+)\.', path.read_text(encoding="utf-8")))
+    assert asked >= {"attention", "quantized", "kv_cache", "damage"}
+    missing = {name.replace("_", "-") for name in asked} - {name for name, _, _ in PLAN}
+    assert not missing, missing
+
+
+def test_settings_of_the_plan_are_arguments_of_its_benchmarks():
+    benches = cli.all_benches() | {"machine": gpu_bench.bench_machine, "checks": gpu_bench.bench_checks}
+    for name, _, settings in PLAN:
+        assert set(settings) <= set(inspect.signature(benches[name]).parameters), name
 
 
 def test_files_are_named_after_the_gpu():

@@ -1,4 +1,4 @@
-"""`minillm bench gpu`: every GPU check and measurement of chapters 00 to 10, in one run of under 8 minutes.
+"""`minillm bench gpu`: the GPU checks and measurements of the course, in one run of under 8 minutes.
 
 It runs the kernels' tests as they are, then the other benchmarks by name, and writes what they gave to
 `notebooks/measurements/NAME-OF-THE-GPU.json` after each step, so that a run cut short keeps what it has. A step that
@@ -27,19 +27,29 @@ from minillm.measure.records import Figure, figure
 ROOT = Path(__file__).parents[2]
 BUDGET = 460.0  # seconds in all
 TESTS = ("test_flash_attention", "test_flash_decoding", "test_paged_attention", "test_fused", "test_graphs")
+SPECULATIVE = {
+    "proposers": ("ngram", "tiny-draft", "medusa", "eagle"),
+    "temperatures": (0.0, 1.0),
+    "batches": (1, 8, 32),
+    "tokens": 32,
+    "repeats": 2,
+}
 # (benchmark, the most seconds it may need, settings): the figures that the chapters draw come first.
 PLAN: tuple[tuple[str, float, dict], ...] = (
     ("machine", 25, {}),
     ("course", 60, {}),
     ("attention", 60, {"repeats": 3, "hopper": False}),
     ("decode-attention", 45, {"repeats": 3}),
-    ("fused", 30, {"repeats": 3}),
     ("gemm", 20, {"repeats": 3}),
     ("graphs", 45, {"repeats": 3}),
+    ("quantized", 50, {"repeats": 3}),
+    ("kv-cache", 20, {"repeats": 3}),
     ("decode", 60, {"repeats": 3}),
+    ("damage", 60, {"names": ("INT4", "INT4 GPTQ"), "tokens": 4096, "questions": 48}),
+    ("fused", 30, {"repeats": 3}),
     ("throughput", 90, {"repeats": 2}),
     ("prefix", 30, {"repeats": 3}),
-    ("speculative", 80, {"repeats": 2, "proposers": ("ngram", "tiny-draft"), "batches": (1, 8, 32), "tokens": 48}),
+    ("speculative", 80, SPECULATIVE),
     ("scheduler", 10, {"repeats": 1}),
     ("checks", 150, {}),
     ("attention-hopper", 40, {"repeats": 3}),

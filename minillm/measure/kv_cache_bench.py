@@ -26,9 +26,12 @@ LARGEST_ERROR = {"int8": 0.05, "fp8": 0.2, "int4": 0.25, "int2": 1.0}  # of the 
 
 
 def bench_kv_cache(
-    model: str = "smollm2-135m", prompt: int = 1024, batch: int = 1, repeats: int = 5
+    model: str = "smollm2-135m", prompt: int = 1024, batch: int = 1, repeats: int = 5, smoke: bool = False
 ) -> Iterator[Figure]:
-    """Figures kv_cache.NAME.speedup (over the float cache), .bytes (as a part of the float cache's), .error."""
+    """Figures kv_cache.NAME.speedup (over the float cache), .bytes (as a part of the float cache's), .error.
+    smoke: the shipped model, a short prompt."""
+    if smoke:
+        model, prompt, repeats = "tiny", 200, 1
     if not is_available(model):
         raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
     ours = pack_linears(load_model(model))

@@ -41,13 +41,17 @@ def bench_quantized(
     prompt: int = 64,
     tokens: int = 32,
     repeats: int = 5,
+    smoke: bool = False,
 ) -> Iterator[Figure]:
-    """Batch 1. Figures quantized.NAME.rate, .ratio (over our float32), .bytes, .bandwidth_share, .llama_cpp."""
+    """Batch 1. Figures quantized.NAME.rate, .ratio (over our float32), .bytes, .bandwidth_share, .llama_cpp; on a GPU
+    those of the kernels alone before them, which need no model. smoke: the shipped model, two tokens."""
+    if smoke:
+        model, prompt, tokens, repeats = "tiny", 8, 2, 1
+    elif torch.cuda.is_available():
+        yield from kernel_figures(torch.device("cuda"), ceilings("cuda").read_bandwidth)
     if not is_available(model):
         raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
     yield from decode_figures(model, schemes, prompt, tokens, repeats)
-    if torch.cuda.is_available():
-        yield from kernel_figures(torch.device("cuda"), ceilings("cuda").read_bandwidth)
 
 
 def decode_figures(name, schemes, prompt, tokens, repeats) -> Iterator[Figure]:
