@@ -692,7 +692,8 @@ for policy in ("fcfs", "priority"):
         f"{policy:9s} the urgent one starts at step {step:2d}; preempted: {victims or 'nobody'}; {steps} steps in all"
     )
 assert first_step("priority")[:2] == (4, ["b"]) and first_step("fcfs")[0] == 40
-#
+
+# %% [markdown]
 # One experiment is no proof, so: random traces, four priorities, pools as small as the largest request, both kinds of
 # preemption. Everybody finishes, with the tokens of a run alone, and no block is lost (`drive` asserts it).
 
