@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minillm.cache.kv_format import KVFormat, attend_masked, kv_format, sees
+from minillm.cache.paged import cache_bytes
 from minillm.errors import PromptError, illegal
 from minillm.model.attention import LayerInfo, attention
 from minillm.model.config import ModelConfig
@@ -22,8 +23,8 @@ from minillm.model.config import ModelConfig
 def quantized_bytes(config: ModelConfig, batch: int, length: int, form: KVFormat, dtype: torch.dtype) -> int:
     """Bytes of a cache with room for `length` tokens a row, codes, scales and unrounded tokens."""
     room = -(-length // form.unit) * form.unit
-    floats = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return round(batch * (room * form.token_bytes(config) + 2 * form.residual * floats))
+    floats = cache_bytes(config, 2, form.residual, dtype)
+    return round(batch * (room * form.token_bytes(config) + floats))
 
 
 class QuantizedCache:
@@ -84,8 +85,8 @@ class QuantizedCache:
             )
             return out.transpose(1, 2)
         residual, device = self.form.residual, q.device
-        self.oldest[layer.index] = max(self.oldest[layer.index], (end - 1) // residual * residual - residual)
         rounded = (end - 1) // residual * residual  # tokens that the last query sees rounded
+        self.oldest[layer.index] = max(self.oldest[layer.index], rounded - residual)
         places = torch.arange(rounded, device=device), torch.arange(start // residual * residual, end, device=device)
         kind = torch.arange(sum(map(len, places)), device=device) < rounded
         mask = sees(torch.arange(start, end, device=device), torch.cat(places), kind, residual, layer.window)

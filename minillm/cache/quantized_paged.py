@@ -31,7 +31,7 @@ from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool, blocks_for
 from minillm.cache.kv_format import KVFormat, Parts, attend_masked, kv_format, sees
-from minillm.cache.paged import PagedStep, batches
+from minillm.cache.paged import PagedStep, batches, cache_bytes
 from minillm.cache.recent import RecentBlocks
 from minillm.errors import ParamsError, illegal
 from minillm.model.attention import LayerInfo
@@ -50,8 +50,7 @@ def block_bytes(config: ModelConfig, form: KVFormat, block_size: int) -> int:
 
 def recent_bytes(config: ModelConfig, form: KVFormat, block_size: int, sequences: int, dtype: torch.dtype) -> int:
     """Bytes of the unrounded blocks for this many requests at once."""
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return 2 * sequences * block_size * token if form.residual else 0
+    return cache_bytes(config, 2 * sequences, block_size, dtype) if form.residual else 0
 
 
 @dataclass
@@ -175,13 +174,10 @@ class QuantizedPagedCache:
             if start % size and block not in recent.slot_of:  # rolled back to where no floats are left
                 self._reopen(block)
             before.append([recent.slot_of[block] * size + i for i in range(start % size)] if start % size else [])
-        for (
-            table,
-            _,
-            length,
-        ) in requests:  # what lies beyond the tokens is room, or padding: block 0, perhaps another's
+        for table, _, length in requests:
             last = (length - 1) // size
-            done, room = set(table[: max(last - 1, 0)]), set(table[last + 1 :]) - {0}
+            done = set(table[: max(last - 1, 0)])
+            room = set(table[last + 1 :]) - {0}  # beyond the tokens; or padding: block 0, perhaps another's
             for block in recent.slot_of.keys() & (done | room):
                 recent.release(block)
         for table, new, length in requests:
@@ -207,12 +203,11 @@ class QuantizedPagedCache:
         key = torch.cat((rounded, own + tensor(range(floats))), 1)  # [n, keys]
         ends = torch.minimum(tensor([len(s[3]) * size for s in spans])[:, None], length)  # of the rounded tokens
         valid = torch.cat((rounded < ends, key[:, blocks * size :] < length), 1)
+        valid = None if bool(valid.all()) else valid
         query = length - time + tensor(range(time))  # [n, time]
         rows = (tensor([s[0] for s in spans])[:, None] + tensor(range(time))).flatten()
-        valid = None if bool(valid.all()) else valid
-        return Group(
-            rows, time, tensor(table).view(len(spans), -1), tensor(places).view(len(spans), -1), query, key, valid
-        )
+        table, places = (tensor(x).view(len(spans), -1) for x in (table, places))
+        return Group(rows, time, table, places, query, key, valid)
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""

@@ -28,6 +28,7 @@ from minillm.cache.quantized import QuantizedCache
 from minillm.errors import ParamsError, illegal
 from minillm.measure.choices import Model, Question, Scores, score
 from minillm.measure.clock import Paired, paired
+from minillm.measure.counts import kv_bytes_per_token
 from minillm.measure.quality import Damage, Interval, Reference
 from minillm.model.decoder import Decoder
 from minillm.model.layout import pack_linears
@@ -185,10 +186,7 @@ def weight_bytes(model: nn.Module, bits: Callable[[int], float] = lambda inputs:
 
 def kv_bytes(model: Decoder, kv: str | None = None) -> float:
     """K and V of one token of all layers, once it is rounded."""
-    config = model.config
-    if kv is None:
-        return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return kv_format(kv).token_bytes(config)
+    return kv_bytes_per_token(model.config) if kv is None else kv_format(kv).token_bytes(model.config)
 
 
 def timings(
