@@ -352,9 +352,9 @@ plt.show()
 
 # %% [markdown]
 # *Each request has the same length; whole requests only.* Fewer bits do not always mean more requests: `int4` and
-# `int2` pay for a window in floats, two blocks a request (one is read, one is kept for rolling back), and on a model
-# as small as this one in float32, at a few hundred tokens, that is as much as INT8's wider codes. The longer the
-# request, the less the window weighs:
+# `int2` pay for a window in floats, two blocks a request (one is read, one is kept for rolling back), and in
+# float32, at a few hundred tokens, that is as much as INT8's wider codes. The longer the request, the less the window
+# weighs:
 
 # %%
 lengths = [32, 64, 128, 256, 512, 1024, 4096, 16384]
@@ -485,11 +485,11 @@ for name, which, before in contest:
     assert worse["keys per token"].mean_kl.value > 1.5 * worse["keys per channel"].mean_kl.value
 
 # %% [markdown]
-# With stripes of 10 times the median, four levels across all channels leave the quiet ones no level of their own: the
-# scores, q @ k, lose them. `tiny`'s stripes are faint and the harm is small; where they are strong, the model is
-# broken. (The bits printed include scales and lows; a vector of 64 channels shares one more widely than 32 tokens do,
-# so there the broken form also takes half a bit less.) At 8 bits the same sharing is harmless, which is why INT8 and
-# FP8 caches get away with it.
+# With stripes of ten times the median and more (section 3), four levels across all channels leave the quiet ones no
+# level of their own: the scores, q @ k, lose them. `tiny`'s stripes are faint and the harm is small; where they are
+# strong, the model is broken. (The bits printed include scales and lows; a vector of 64 channels shares one more
+# widely than 32 tokens do, so there the broken form also takes half a bit less.) At 8 bits the same sharing is
+# harmless, which is why INT8 and FP8 caches get away with it.
 #
 # ### Values per channel
 #
@@ -573,7 +573,7 @@ explore(
 # - *Follow-up: and a prefix cache?* Share full blocks, as codes; make the window end at a block's border, so a hit
 #   never needs floats that are gone. *Follow-up: speculative decoding?* Keep the floats of one unit more: codes
 #   cannot be unrounded.
-# - *The number:* stripes of 10 x the median channel in keys; section 3 prints this model's.
+# - *The number:* stripes of more than 10 x the median channel in keys; section 3 prints this model's largest.
 #
 # **"What does it save?"**
 # - *20 seconds.* From 16 bits: just under 2 x at INT8; INT4 with groups of 32 takes 5 bits, less than a third; INT2
