@@ -63,6 +63,17 @@ def make(batch, kv_heads, group, dim, most, dtype, seed):
     return [x.to(dtype).to(DEVICE) for x in tensors]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="there products are in bfloat16 too")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_interpreted_a_bfloat16_result_is_rounded_and_not_cut_off(splits):
+    from minillm.kernels.flash_decoding import flash_decoding
+
+    q, k, v = make(3, 2, 4, 64, 90, torch.bfloat16, 0)
+    out, _ = flash_decoding(q, k, v, torch.tensor([90, 1, 40]), scale=0.125, splits=splits)
+    expected, _ = exact(q, k, v, [90, 1, 40], 0.125)
+    assert (out == expected.bfloat16()).double().mean() > 0.99
+
+
 @settings(max_examples=24, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(

@@ -23,20 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.flash_plan import Plan, TileConfig, plan_attention
-from minillm.kernels.launch import computable, power_of_two
-
-LENGTHS = ["time", "length", "tiles", "window", "stride_lb", "stride_lh"]  # of these Triton compiles no special cases
-
-
-@triton.jit
-def tanh(x):
-    """tanh by one exp2; near 0, where 1 - exp2 would cancel, by its series."""
-    t = tl.exp2(-2.8853900817779268 * tl.abs(x))
-    far = (1.0 - t) / (1.0 + t)
-    x2 = x * x
-    near = x * (1.0 + x2 * (-0.33333334 + x2 * (0.13333334 - x2 * 0.053968254)))
-    return tl.where(x2 < 0.04, near, tl.where(x < 0, -far, far))
+from minillm.kernels.flash_parts import LENGTHS, launch, locate, store_rows, tanh
+from minillm.kernels.flash_plan import TileConfig, plan_attention
+from minillm.kernels.launch import computable
 
 
 @triton.jit
@@ -104,33 +93,12 @@ def flash_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Who am I: a tile of queries of one head of one sequence. Offsets are 64-bit from here on.
-    program = tl.program_id(0)
-    head = (program // tiles) % heads
-    row = (program // tiles // heads).to(tl.int64)
-    kv_head = head // GROUP
-    q_pointer += head.to(tl.int64) * stride_qh
-    k_pointer += kv_head.to(tl.int64) * stride_kh
-    v_pointer += kv_head.to(tl.int64) * stride_vh
-    out_pointer += head.to(tl.int64) * stride_oh
-    lse_pointer += head.to(tl.int64) * stride_lh
-    if PACKED:
-        first_q = tl.load(starts_q + row).to(tl.int64)
-        first_k = tl.load(starts_k + row).to(tl.int64)
-        time = (tl.load(starts_q + row + 1) - first_q).to(tl.int32)
-        length = (tl.load(starts_k + row + 1) - first_k).to(tl.int32)
-        q_pointer += first_q * stride_qt
-        k_pointer += first_k * stride_kt
-        v_pointer += first_k * stride_vt
-        out_pointer += first_q * stride_ot
-        lse_pointer += first_q
-    else:
-        q_pointer += row * stride_qb
-        k_pointer += row * stride_kb
-        v_pointer += row * stride_vb
-        out_pointer += row * stride_ob
-        lse_pointer += row * stride_lb
-    tile = tl.cdiv(time, BLOCK_M) - 1 - program % tiles  # the last tile sees most keys: it goes first
+    q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer, time, length = locate(
+        q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer, starts_q, starts_k, time, length, tiles, heads,
+        stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+        stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, GROUP, PACKED,
+    )  # fmt: skip
+    tile = tl.cdiv(time, BLOCK_M) - 1 - tl.program_id(0) % tiles  # the last tile sees most keys: it goes first
     if tile < 0:
         return
     first = tile * BLOCK_M
@@ -148,8 +116,8 @@ def flash_kernel(
         full_low = tl.minimum(tl.maximum(full_low, low), high)
         full_high = tl.maximum(full_high, full_low)
 
-    i, d, dv = tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, DV)
-    rows = (first + i)[:, None]  # [BLOCK_M, 1]
+    d = tl.arange(0, D)
+    rows = (first + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     q_pointers = q_pointer + rows.to(tl.int64) * stride_qt + d[None, :]
     q = load_tile(q_pointers, rows < time, d[None, :] < HEAD_DIM, True, D != HEAD_DIM)  # [BLOCK_M, D]
     if WINDOW:
@@ -173,14 +141,7 @@ def flash_kernel(
         acc, m, total, q, k_pointer, v_pointer, full_high, high, positions, length, window, scale, inner_scale,
         stride_kt, stride_vt, HEAD_DIM, V_DIM, D, DV, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, True, PRECISION,
     )  # fmt: skip
-
-    nothing = total == 0.0  # a query that sees no key: output 0, log-sum-exp -inf
-    acc = acc * (v_scale / tl.where(nothing, 1.0, total))[:, None]
-    out_pointers = out_pointer + rows.to(tl.int64) * stride_ot + dv[None, :]
-    tl.store(out_pointers, acc.to(out_pointer.dtype.element_ty), mask=(rows < time) & (dv[None, :] < V_DIM))
-    if LSE:
-        lse = tl.where(nothing, float("-inf"), (m + tl.log2(tl.where(nothing, 1.0, total))) * 0.6931471805599453)
-        tl.store(lse_pointer + first + i, lse, mask=first + i < time)
+    store_rows(acc, m, total, out_pointer, lse_pointer, first, time, stride_ot, v_scale, V_DIM, DV, LSE, BLOCK_M)
 
 
 def flash_attention(
@@ -224,23 +185,8 @@ def flash_attention(
 
             launch_hopper(plan, q, k, v, target, lse, starts_q, starts_k, return_lse)
         else:
-            launch(plan, q, k, v, target, lse, starts_q, starts_k, return_lse)
+            # float32: three tensor-core passes, as exact as float32 sums are; 16 bits ignore it
+            tensors = q, k, v, target, lse, starts_q, starts_k
+            launch(flash_kernel, plan, *tensors, return_lse, PRECISION="tf32x3")
         out = target.to(out.dtype)
     return (out, lse) if return_lse else out
-
-
-def launch(plan: Plan, q, k, v, out, lse, starts_q, starts_k, return_lse: bool) -> None:
-    packed = starts_q is not None
-    strides = [n for x in (q, k, v, out) for n in ((0, *x.stride()[:2]) if packed else x.stride()[:3])]
-    lse_strides = ((0, lse.stride(0)) if packed else lse.stride()[:2]) if return_lse else (0, 0)
-    flash_kernel[(plan.programs,)](
-        q, k, v, out, lse, starts_q, starts_k,
-        plan.scale, plan.inner_scale, plan.v_scale, plan.time, plan.length, plan.tiles, plan.window, q.shape[-2],
-        *strides, *lse_strides,
-        GROUP=q.shape[-2] // k.shape[-2], HEAD_DIM=q.shape[-1], V_DIM=v.shape[-1],
-        D=power_of_two(q.shape[-1]), DV=power_of_two(v.shape[-1]),
-        CAUSAL=plan.causal, WINDOW=plan.window > 0, SOFTCAP=plan.inner_scale > 0, PACKED=packed, LSE=return_lse,
-        PRECISION="tf32x3",  # float32: three tensor-core passes, as exact as float32 sums are; 16 bits ignore it
-        BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
-        num_warps=plan.config.warps, num_stages=plan.config.stages,
-    )  # fmt: skip

@@ -152,10 +152,7 @@ def flash_decoding(
     check_ids("lengths", lengths, most + 1)
     check_options(window, softcap, splits)
     splits = splits or choose_splits(batch * kv_heads or 1, min(most, window or most), program_slots(q.device))
-    out, lse = (
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty(batch, heads, dtype=torch.float32),
-    )
+    out, lse = results(q)
     outs, lses = partials(out, lse, splits)
     group, shape = heads // kv_heads, tile_shape(dim, q.dtype)
     if batch:

@@ -26,9 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from minillm.kernels.flash_attention import LENGTHS, tanh
+from minillm.kernels.flash_parts import LENGTHS, launch, locate, store_rows, tanh
 from minillm.kernels.flash_plan import Plan
-from minillm.kernels.launch import interpreted, power_of_two
+from minillm.kernels.launch import interpreted
 
 LOADER_WARPS = 4  # TileConfig.warps that Triton can split: this many a group, three groups
 
@@ -43,33 +43,13 @@ def hopper_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr,
     SPECIALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Who am I: as in the plain kernel. An empty sequence is described at row 0: nothing of it is used.
-    program = tl.program_id(0)
-    head = (program // tiles) % heads
-    row = (program // tiles // heads).to(tl.int64)
-    kv_head = head // GROUP
-    q_pointer += head.to(tl.int64) * stride_qh
-    k_pointer += kv_head.to(tl.int64) * stride_kh
-    v_pointer += kv_head.to(tl.int64) * stride_vh
-    out_pointer += head.to(tl.int64) * stride_oh
-    lse_pointer += head.to(tl.int64) * stride_lh
-    if PACKED:
-        first_q = tl.load(starts_q + row).to(tl.int64)
-        first_k = tl.load(starts_k + row).to(tl.int64)
-        time = (tl.load(starts_q + row + 1) - first_q).to(tl.int32)
-        length = (tl.load(starts_k + row + 1) - first_k).to(tl.int32)
-        q_pointer += tl.where(time > 0, first_q, 0) * stride_qt
-        k_pointer += tl.where(length > 0, first_k, 0) * stride_kt
-        v_pointer += tl.where(length > 0, first_k, 0) * stride_vt
-        out_pointer += first_q * stride_ot
-        lse_pointer += first_q
-    else:
-        q_pointer += row * stride_qb
-        k_pointer += row * stride_kb
-        v_pointer += row * stride_vb
-        out_pointer += row * stride_ob
-        lse_pointer += row * stride_lb
-    first = (tl.cdiv(time, BLOCK_M) - 1 - program % tiles) * BLOCK_M  # below 0: a packed sequence has no such tile
+    q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer, time, length = locate(
+        q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer, starts_q, starts_k, time, length, tiles, heads,
+        stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+        stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, GROUP, PACKED,
+    )  # fmt: skip
+    tile = tl.cdiv(time, BLOCK_M) - 1 - tl.program_id(0) % tiles  # below 0: a packed sequence has no such tile
+    first = tile * BLOCK_M
     last = tl.minimum(first + BLOCK_M, time) - 1
     shift = length - time  # query i stands at key position i + shift
 
@@ -90,9 +70,8 @@ def hopper_kernel(
     v_blocks = tl.make_tensor_descriptor(
         v_pointer, [tl.maximum(length, 1), V_DIM], [stride_vt.to(tl.int64), 1], [BLOCK_N, DV]
     )
-    i, n, dv = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, DV)
-    rows = (first + i)[:, None]  # [BLOCK_M, 1]
-    positions = rows + shift
+    n = tl.arange(0, BLOCK_N)
+    positions = (first + shift + tl.arange(0, BLOCK_M))[:, None]  # [BLOCK_M, 1]
     q = q_tiles.load([tl.maximum(first, 0), 0])  # [BLOCK_M, D]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -118,36 +97,19 @@ def hopper_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc)
         m = new_m
 
-    nothing = total == 0.0  # a query that sees no key: output 0, log-sum-exp -inf
-    acc = acc * (v_scale / tl.where(nothing, 1.0, total))[:, None]
-    mine = (first + i >= 0) & (first + i < time)  # [BLOCK_M]
-    out_pointers = out_pointer + rows.to(tl.int64) * stride_ot + dv[None, :]
-    tl.store(out_pointers, acc.to(out_pointer.dtype.element_ty), mask=mine[:, None] & (dv[None, :] < V_DIM))
-    if LSE:
-        lse = tl.where(nothing, float("-inf"), (m + tl.log2(tl.where(nothing, 1.0, total))) * 0.6931471805599453)
-        tl.store(lse_pointer + first + i, lse, mask=mine)
+    stop = tl.where(first < 0, first, time)  # no such tile: nothing is written
+    store_rows(acc, m, total, out_pointer, lse_pointer, first, stop, stride_ot, v_scale, V_DIM, DV, LSE, BLOCK_M)
 
 
 def launch_hopper(plan: Plan, q, k, v, out, lse, starts_q, starts_k, return_lse: bool) -> None:
-    """As `flash_attention.launch`. The descriptors' scratch comes from torch, asked for in this call's context alone:
-    an allocator that the caller has given Triton stays theirs."""
+    """`launch` with this file's kernel. The descriptors' scratch comes from torch, asked for in this call's context
+    alone: an allocator that the caller has given Triton stays theirs."""
+
+    def run() -> None:
+        if not interpreted():
+            triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+        split = plan.config.warps == LOADER_WARPS
+        launch(hopper_kernel, plan, q, k, v, out, lse, starts_q, starts_k, return_lse, SPECIALISE=split)
+
     if q.numel():
-        contextvars.copy_context().run(_launch, plan, q, k, v, out, lse, starts_q, starts_k, return_lse)
-
-
-def _launch(plan: Plan, q, k, v, out, lse, starts_q, starts_k, return_lse: bool) -> None:
-    if not interpreted():
-        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device))
-    packed = starts_q is not None
-    strides = [n for x in (q, k, v, out) for n in ((0, *x.stride()[:2]) if packed else x.stride()[:3])]
-    lse_strides = ((0, lse.stride(0)) if packed else lse.stride()[:2]) if return_lse else (0, 0)
-    hopper_kernel[(plan.programs,)](
-        q, k, v, out, lse, starts_q, starts_k,
-        plan.scale, plan.inner_scale, plan.v_scale, plan.time, plan.length, plan.tiles, plan.window, q.shape[-2],
-        *strides, *lse_strides,
-        GROUP=q.shape[-2] // k.shape[-2], HEAD_DIM=q.shape[-1], V_DIM=v.shape[-1],
-        D=power_of_two(q.shape[-1]), DV=power_of_two(v.shape[-1]),
-        CAUSAL=plan.causal, WINDOW=plan.window > 0, SOFTCAP=plan.inner_scale > 0, PACKED=packed, LSE=return_lse,
-        SPECIALISE=plan.config.warps == LOADER_WARPS, BLOCK_M=plan.config.block_m, BLOCK_N=plan.config.block_n,
-        num_warps=plan.config.warps, num_stages=plan.config.stages,
-    )  # fmt: skip
+        contextvars.copy_context().run(run)
