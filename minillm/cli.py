@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -36,6 +35,7 @@ BENCH_MODULES = (
 BENCH_NAMES = (
     *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
     *("compile", "fused", "graphs", "speculative", "course", "tensor-parallel", "damage", "kv-cache"),
+    "attention-hopper",
 )
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."
@@ -163,11 +163,7 @@ def bench(
 
 def all_benches() -> dict:
     """Every benchmark by name, from whichever module has it."""
-    found: dict = {}
-    for module in BENCH_MODULES:
-        if importlib.util.find_spec(module) is not None:
-            found |= importlib.import_module(module).BENCHES
-    return found
+    return {name: run for module in BENCH_MODULES for name, run in importlib.import_module(module).BENCHES.items()}
 
 
 def bench_gpu(benches: dict, smoke: bool, out: Path | None) -> int:

@@ -9,6 +9,7 @@ import types
 import pytest
 from typer.testing import CliRunner
 
+from minillm import cli
 from minillm.cli import app
 from minillm.engine.rungs import MANY, PREFIX
 from minillm.measure.ladder import RUNGS
@@ -92,6 +93,10 @@ def test_pull_of_a_packaged_model_needs_no_network():
     done = run("pull", "tiny")
     assert done.exit_code == 0
     assert one_line(done.output).startswith("tiny: ")
+
+
+def test_the_help_of_bench_names_every_benchmark():
+    assert sorted(cli.BENCH_NAMES) == sorted(cli.all_benches())
 
 
 def test_a_benchmark_without_its_model_is_skipped_with_a_reason():

@@ -219,10 +219,9 @@ class Scheduler:
         return self._waiting[0][1] if self._waiting else None
 
     def _pop_waiting(self) -> Request:
-        while True:
-            _, request = heapq.heappop(self._waiting)
-            if not request.finished:
-                return request
+        request = self._head()
+        heapq.heappop(self._waiting)
+        return request
 
     # Preemption.
 
