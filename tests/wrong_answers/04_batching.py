@@ -67,6 +67,10 @@ def serve(requests, slots, prefill, decode, eos=None):
 
 WRONG = {
     "04.left_pad": {
+        "a pad of 0 is none": (
+            "right = left_pad\ndef left_pad(prompts, pad_id): return right(prompts, pad_id or 1)",
+            "expected",
+        ),
         "two bytes a token": (
             "right = left_pad\n"
             "def left_pad(prompts, pad_id):\n"

@@ -56,7 +56,7 @@ PADS = {
 
 @register("04.left_pad", points=2, title="Left padding", hints=slips(PADS))
 def left_pad(rng):
-    fixed = [([[7], [5, 6]], 9), ([[4, 5, 6]], 0), ([[3, 3], [8, 9]], 1), ([[2, 7, 2, 5], [2], [6, 2]], 2)]
+    fixed = [([[7], [5, 6]], 9), ([[4, 5, 6], [8]], 0), ([[3, 3], [8, 9]], 1), ([[2, 7, 2, 5], [2], [6, 2]], 2)]
     random = [
         (
             [[rng.randint(0, 30) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(2, 5))],
