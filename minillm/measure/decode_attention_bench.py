@@ -78,14 +78,14 @@ def sdpa(step: Step, i: int) -> Tensor:
     return F.scaled_dot_product_attention(q, step.k[i], step.v[i], scale=step.scale).flatten(1, 2)
 
 
-def gathered(step: Step, i: int) -> Tensor:
-    """Chapter 05: collect the blocks in a row, then attend."""
+def gathered(step: Step, i: int, rows: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    """Chapter 05: collect the blocks in a row, then attend. rows: memory for K's and V's; None: new memory."""
     context = step.k.shape[3]
     k, v = (
-        pool.index_select(0, step.tables[i].flatten())
+        torch.index_select(pool, 0, step.tables[i].flatten(), out=row)
         .view(len(step.q), -1, *pool.shape[2:])[:, :context]
         .transpose(1, 2)
-        for pool in (step.k_pool, step.v_pool)
+        for pool, row in zip((step.k_pool, step.v_pool), rows)
     )  # [batch, kv_heads, context, dim]
     q = step.q.unflatten(1, (k.shape[1], -1))
     return F.scaled_dot_product_attention(q, k, v, scale=step.scale).flatten(1, 2)
