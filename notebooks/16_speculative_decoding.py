@@ -81,10 +81,10 @@ plt.show()
 print(", ".join(f"{m} tokens: {r:.2f} steps" for m, r in zip(sizes, ratios)))
 
 # %% [markdown]
-# *The distance between the lines is what speculation lives on: the read of the weights is paid once. It closes where
-# arithmetic takes over, on a CPU after a few tokens, on a GPU after hundreds: an H100's ridge is about 295 FLOP per
-# byte in bf16 (989 TFLOP/s over 3.35 TB/s), so about that many tokens.* But token t + 2 depends on t + 1. So somebody
-# must guess.
+# *The distance between the lines is what speculation lives on: what a step pays once, the read of the weights above
+# all. It stops growing where arithmetic takes over and the curve climbs as steeply as the dashes. On an H100 that is
+# after about 295 tokens: its ridge in bf16, 989 TFLOP/s over 3.35 TB/s, in FLOP per byte.* But token t + 2 depends on
+# t + 1. So somebody must guess.
 
 # %% [markdown]
 # ## 2. Predict
@@ -366,7 +366,7 @@ plt.show()
 
 # %% [markdown]
 # *Read a against c. The 4-bit copy guesses best and is no cheap draft: it has as many layers as the target. The small
-# model has a third of the layers and guesses half as well. Looking up costs nothing, and these texts repeat
+# model has a third of the layers and guesses worse. Looking up costs nothing, and these texts repeat
 # themselves. The formula takes verifying 5 tokens for one step and a draft at each; section 1 says what the first is
 # worth here, and where nothing was found to copy there was no draft.* On GPUs the
 # papers report 2 to 3 x (Leviathan et al., T5-XXL) and 2 to 2.5 x (Chen et al., Chinchilla 70B): their figures, not

@@ -53,6 +53,8 @@ prompts = [held_out[i : i + 24].tolist() for i in starts]
 print(f"model: tiny, on cpu, {torch.get_num_threads()} threads; {len(prompts)} prompts from a book it has not read")
 for kind, part in (("Medusa", heads), ("EAGLE", layer), ("tiny-draft", small), ("tiny", model)):
     print(f"{kind:>11s}: {sum(p.numel() for p in part.parameters()):>9,} parameters")
+for kind, fact in facts.items():
+    print(f"{kind}: trained on {fact['tokens']:,} tokens in {fact['seconds'] / 60:.0f} minutes")
 
 # %% [markdown]
 # ## 1. The waste, measured
@@ -303,9 +305,9 @@ reveal("17.medusa_bytes", sum(p.numel() * 2 for p in heads.parameters()))
 #
 # ## 6. Measure it
 #
-# Tokens a call at **equal compute**: every method gets the same number of draft tokens in the target's forward. The
-# last column adds the drafting: multiply-adds of target and draft for each token that comes out, in units of a plain
-# token.
+# Tokens a call at **equal verification**: every method gets the same number of draft tokens in the target's forward.
+# In brackets the drafting is added: multiply-adds of target and draft for each token that comes out, in units of a
+# plain token.
 
 
 # %%
@@ -364,9 +366,26 @@ assert results["Medusa, tree", most][0] > results["Medusa, chain", min(budgets)]
 
 # %% [markdown]
 # *Each curve flattens: the next node is always less likely than the one before. A chain pays for depth, a tree for
-# breadth. The heads here were trained for minutes on a busy CPU core, on a million tokens or so; `tiny-draft` saw
-# the whole corpus. So this is not a ranking of the methods: published ones train for days, and then EAGLE leads (the
-# papers report 2.7 to 3.5 x for EAGLE on LLaMA2-Chat 70B, 2.2 to 3.6 x for Medusa: their models, their GPUs).*
+# breadth. Few nodes are better spent on EAGLE's chain than on its tree: the tree takes the paths that the draft finds
+# likeliest, and the draft is less sure than it is right, so it branches too early for a greedy target. By how much?*
+
+# %%
+with torch.inference_mode():
+    rows = torch.from_numpy(held_out[: len(held_out) // 256 * 256]).view(-1, 256)[:20]  # [20, 256]
+    features, positions = model.hidden(rows), torch.arange(255).expand(len(rows), -1)
+    sure, first = model.logits(layer(features[:, :-1], model.embed(rows[:, 1:]), positions)).softmax(-1).max(-1)
+    right = (first == model.logits(features[:, 1:]).argmax(-1)).float().mean()
+assert sure.mean() < right
+print(
+    f"EAGLE gives its first choice {sure.mean():.2f} on average; "
+    f"a greedy target makes the same choice at {right:.2f} of the places"
+)
+
+# %% [markdown]
+# The heads here were trained for minutes on a busy CPU core, on the few tokens that the first cell prints;
+# `tiny-draft` saw the whole corpus. So this is not a ranking of the methods: published ones train for days, and then
+# EAGLE leads (the papers report 2.7 to 3.5 x for EAGLE on LLaMA2-Chat 70B, 2.2 to 3.6 x for Medusa: their models,
+# their GPUs).
 #
 # Time, on this machine, against plain decoding: pairs of runs that alternate.
 
@@ -429,8 +448,9 @@ for name, walk in (("exact", None), ("typical", typical())):
 # ## 7. Where it backfires: large batches
 #
 # A tree of 12 is 13 tokens in the forward where plain decoding has one. At batch 1 most of the forward's time is
-# fixed cost, so that is nearly free. At batch 32 it is 416 tokens against 32: arithmetic, and each token costs what
-# it costs. Speculation wins while `time(batch x 13) / time(batch)` stays under the tokens a call.
+# fixed cost, so 13 tokens take far less than 13 times as long. At batch 32 it is 416 tokens against 32: arithmetic,
+# and each token costs what it costs. Speculation wins while `time(batch x 13) / time(batch)` stays under the tokens a
+# call.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -558,8 +578,8 @@ print(
 predictions()
 
 # %% [markdown]
-# **Exercise:** `exercises/17_medusa_eagle.ipynb`: the mask, the positions that went wrong, the best tree, the walk,
-# and what a tree may cost.
+# **Exercise:** `exercises/17_medusa_eagle.ipynb`: the mask, the accepted path, the best tree, a cache that keeps
+# words that were never said, and what a tree may cost.
 #
 # **Papers:** Miao et al. 2024, *SpecInfer* (arXiv:2305.09781); Cai et al. 2024, *Medusa* (arXiv:2401.10774); Li et
 # al. 2024, *EAGLE* (arXiv:2401.15077) and *EAGLE-2* (arXiv:2406.16858); Li et al. 2025, *EAGLE-3* (arXiv:2503.01840).

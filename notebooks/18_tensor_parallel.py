@@ -354,7 +354,8 @@ plt.show()
 # %% [markdown]
 # *Left of the grey line the cut pays, right of it one rank alone is faster (bars longer than the axis carry their
 # length). What helps is a wider model: work per
-# message grows with width squared, the message with width.*
+# message grows with width squared, the message with width. What is measured in collectives beyond the model's share
+# is waiting: the model knows messages, and not that two processes are never quite in step.*
 #
 # The same on GPUs, where a machine with two has been measured; and what loading a slice took here:
 
@@ -402,7 +403,7 @@ plt.show()
 
 # %% [markdown]
 # *All 80 layers of a 70B, by the model. Decode: latency and slow links flatten the curve, and at 100 Gb/s it turns
-# up again. Prefill: messages are 32 MB, bandwidth decides, and at 100 Gb/s any cut is slower than one card. Eight
+# up again. Prefill: messages are 32 MiB, bandwidth decides, and at 100 Gb/s any cut is slower than one card. Eight
 # GPUs in a node share NVLink; the ninth is behind the network. That is why TP is 8 or less, and the rest is
 # pipeline (chapter 19) or replicas.*
 

@@ -169,8 +169,8 @@ check("18.after_attention", after_attention)
 # %% [markdown]
 # ## 5. Estimate it: the traffic of a 70B (15 minutes)
 #
-# **What.** Llama 3.1 70B: 80 layers, width 8192, 16-bit activations, 8 ranks, one token. Within 3 %. Embedding and
-# head are left out: layers only.
+# **What.** Llama 3.1 70B: 80 layers, width 8192, 16-bit activations, 8 ranks, one token. Within 3 %, KiB within 1 %,
+# messages exactly. Embedding and head are left out: layers only.
 #
 # | key | what |
 # |---|---|
