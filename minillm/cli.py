@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -54,6 +55,8 @@ def tour(
     as_json: JsonOption = False,
 ) -> None:
     """The ladder of the course, measured on this machine: one technique more on every rung."""
+    from tqdm import tqdm
+
     from minillm.engine.rungs import climb_many, tour_workloads
     from minillm.measure.ladder import check_tokens, climb
     from minillm.measure.machine import ceilings
@@ -69,8 +72,8 @@ def tour(
         machine = ceilings(decoder.device)
         if not as_json:
             show_tour_head(name, decoder, machine, len(prompt), tokens)
-        steps = list(climb(decoder, prompt, tokens, machine))
-        steps += climb_many(decoder, tour_workloads(decoder))
+        rungs = itertools.chain(climb(decoder, prompt, tokens, machine), climb_many(decoder, tour_workloads(decoder)))
+        steps = list(tqdm(rungs, "measuring", unit=" rungs", leave=False, disable=None))  # seen on a terminal only
     except MinillmError as error:
         raise stop(str(error)) from None
     if as_json:
