@@ -468,14 +468,16 @@ for other in ("symmetric, group 32", "symmetric, group 16"):
     versus = difference(found["asymmetric, group 32"][1], found[other][1])
     print(f"loss of asymmetric, group 32, less that of {other}: {versus}")
     assert versus.high > 0  # no gain that these tokens can tell from chance
+float_zero = "loss of float zero, group 32, less that of symmetric, group 32:"
+print(float_zero, difference(found["float zero, group 32"][1], found["symmetric, group 32"][1]))
 
 # %% [markdown]
 # The asymmetric grid has 17 % less error in the weights: it uses all 16 codes, where the symmetric one leaves one
 # unused. In the loss there is no gain that these tokens can tell from chance. Error of the weights counts all of them
 # alike; what the model feels is the error of its outputs, where a weight that meets large inputs counts for more. And
 # a whole zero point clips the largest weights of a group by up to half a step: a range of -a .. a wants zero = 7.5. A
-# float zero point does not clip; it gains on `tiny`, and loses on `smollm2-135m` (the table further down). Chapter 12
-# measures outputs, not weights. At 2 bits the balance turns: three levels of four are too few to leave one out.
+# float zero point does not clip; it gains on `tiny`, and loses on `smollm2-135m` (the last line of the table further
+# down). Chapter 12 measures outputs, not weights. At 2 bits the balance turns: of four levels none can be spared.
 
 # %%
 two = {
@@ -585,7 +587,8 @@ if big_name == "smollm2-135m":
         trap(big_name, fresh_big, big_ids)
     ladder = {k: v for k, v in schemes.items() if "64" not in k and "2 bits" not in k} | contest
     kind = f"{big_name}, grid broken" if on_grid else big_name
-    quality(kind, (lambda: ungrid(fresh_big())) if on_grid else fresh_big, big_ids, ladder)
+    found = quality(kind, (lambda: ungrid(fresh_big())) if on_grid else fresh_big, big_ids, ladder)
+    print(float_zero, difference(found["float zero, group 32"][1], found["symmetric, group 32"][1]))
 else:
     print("smollm2-135m: not run here (minillm pull smollm2-135m, and full mode)")
 

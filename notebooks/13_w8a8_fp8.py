@@ -558,8 +558,8 @@ print(f"FP8: {why_emulated(device) or 'measured above'}")
 # %% [markdown]
 # *Orange: the 2 x of the data sheet. A CPU with INT8 instructions (VNNI) may be above it, since its wide side
 # is float32, four times as wide.* At one row what is won is bytes, and W8A16 has won those too (section 1): the
-# rounding of activations comes on top, and it is most of the layer's time. That is why engines fuse the quantisation
-# of x into the norm before it.
+# rounding of activations comes on top. With many rows it is the gap between "product" and "layer": that is why
+# engines fuse the quantisation of x into the norm before it.
 #
 # And as an engine runs it:
 
@@ -724,7 +724,7 @@ predictions()
 
 # %% [markdown]
 # **Exercise:** `exercises/13_w8a8_fp8.ipynb`: an integer product with a scale a token, SmoothQuant's scale and its
-# fold, a cast to E4M3, an FP8 linear that answers NaN, and estimates.
+# fold, a cast to E4M3, a smoothed layer that got worse, and estimates.
 #
 # **Papers:** Xiao et al. 2022, *SmoothQuant* (arXiv:2211.10438); Dettmers et al. 2022, *LLM.int8()*
 # (arXiv:2208.07339), which keeps the outlier channels in 16 bits; Micikevicius et al. 2022, *FP8 Formats for Deep

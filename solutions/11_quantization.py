@@ -229,7 +229,8 @@ check("11.read_signed", read_signed)
 # %% [markdown]
 # ## 6. Estimate it: bits for a memory budget (10 minutes)
 #
-# **What.** Four numbers, to within 2 %; write the expressions. GB is 10^9 bytes.
+# **What.** Four numbers; write the expressions. Graded to 1 %, the first to 0.4 %, the last exactly. GB is 10^9
+# bytes.
 #
 # | key | what |
 # |---|---|

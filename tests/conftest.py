@@ -1,7 +1,10 @@
-"""What all tests share: one thread a worker, fast notebooks, no network, no window."""
+"""What all tests share: one thread a worker, a seed, fast notebooks, no network, no window."""
 
 import os
 import shutil
+import sys
+
+import pytest
 
 # Before torch is imported, and inherited by every kernel and command that a test starts: `make test` has two workers.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -15,3 +18,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # whoever fetches in a test gets an error at
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # ipykernel's debugger otherwise warns in every kernel
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Random numbers drawn without a generator do not depend on which tests ran before."""
+    if "torch" in sys.modules:  # importing it here would cost every process two seconds
+        sys.modules["torch"].manual_seed(0)

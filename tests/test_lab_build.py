@@ -105,6 +105,17 @@ def test_check_names_what_is_stale(course, capsys):
     assert "notebooks/" not in text
 
 
+def test_a_solution_is_stale_when_its_checks_change(course, capsys, monkeypatch):
+    """Its outputs hold the number of cases, "7/7", which a new case changes."""
+    checks = course / "checks/99_demo.py"
+    checks.parent.mkdir()
+    monkeypatch.setenv("MINILLM_CHECKS", str(checks.parent))
+    checks.write_text("# other cases\n")
+    code, text = check_output(course, capsys)
+    assert code == 1
+    assert text.strip() == "stale: solutions/99_demo.ipynb is older than minillm/lab/checks/99_demo.py"
+
+
 @pytest.mark.parametrize("damage", ["missing", "orphan", "hand", "outputs", "fast", "kernel", "unrun", "garbage"])
 def test_check_sees_every_kind_of_damage(course, capsys, damage):
     path = course / FILES[0]

@@ -65,6 +65,8 @@ def stale(master: Path, kind: str, root: Path) -> str | None:
         return "was built with --fast"
     if any(cell.execution_count is None for cell in code):
         return "was not executed"
+    if meta.get("checks_hash") != wanted.metadata.minillm.get("checks_hash"):
+        return f"is older than minillm/lab/checks/{master.name}"
     return next(iter(problems_of(built, root)), None)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from minillm.lab.check import folders
+
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 GIVEN, END_GIVEN = "### BEGIN GIVEN", "### END GIVEN"
 FOLDERS = {"chapter": "notebooks", "solution": "solutions", "exercise": "exercises"}
@@ -84,6 +86,10 @@ def build_cells(master: Path, kind: str) -> NotebookNode:
             "cells_hash": cells_digest(notebook),
         },
     )
+    if kind == "solution":  # its outputs hold the counts of the checks' cases
+        files = [path for folder in folders() if (path := folder / master.name).exists()]
+        text = "".join(path.read_text(encoding="utf-8") for path in files)
+        notebook.metadata["minillm"]["checks_hash"] = digest(text)
     return nbformat.from_dict(notebook)
 
 

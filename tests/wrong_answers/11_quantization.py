@@ -81,6 +81,7 @@ WRONG = {
             "byte's edge",
         ),
         "mask of two bits": (("& 7", "& 3"), "expected"),
+        "int64": ((".flatten(-2).to(torch.uint8)", ".flatten(-2)"), "to be uint8"),
         "one word only": (("packed.unflatten(-1, (-1, 3))", "packed[..., :3].unflatten(-1, (-1, 3))"), "expected"),
     },
     "11.group_linear": {
@@ -99,6 +100,7 @@ WRONG = {
             "before the scale",
         ),
         "no zero": ((" - zero[..., None]", ""), "missing"),
+        "a whole zero": (("zero[..., None]", "zero[..., None].int()"), "need not be a whole number"),
         "zero is 8": (("zero[..., None]", "8.0"), "8 here only by chance"),
         "first group's scale": (("(sums * scale)", "(sums * scale[:, :1])"), "expected"),
         "uint8 differences": (

@@ -93,6 +93,10 @@ WRONG = {
         ),
         "H itself": ((SOLVE, "change = h[j + 1 :, j]"), "place of its inverse"),
         "changes its input": (("new = w.clone()", "new = w"), "in place"),
+        "rounds by itself": (
+            ("    new[:, j] = rounded\n", "    rounded = w[:, j].round()\n    new[:, j] = rounded\n"),
+            "once more",
+        ),
         "always column 0": (
             "def compensate(w, h, j, rounded):\n"
             "    new = w.clone()\n"
@@ -149,6 +153,15 @@ WRONG = {
             "all later ones",
         ),
         "from the right": (("for j in range(w.shape[1]):", "for j in reversed(range(w.shape[1])):"), "expected"),
+        "the clamp comes after the update": (
+            (
+                "codes[:, j] = code.to(torch.int8)",
+                "code, codes[:, j] = (w[:, j] / scale).round(), code.to(torch.int8)",
+            ),
+            "expected",
+        ),
+        "the trace": ((DAMP, DAMP.replace("mean()", "sum()")), "expected"),
+        "the diagonal's own share": ((DAMP, "damped = h + damping * torch.diag(h.diagonal())"), "expected"),
         "damped twice": (
             (STEP, STEP.replace("damped, j", "damped + damping * h.diagonal().mean() * torch.eye(len(h)), j")),
             "expected",
@@ -173,6 +186,19 @@ WRONG = {
         "absolute error": ((ERROR, "error = ((w - q) @ x.T).abs().sum().item()"), "expected"),
         "half the tokens": ((ERROR, "error = ((w - q) @ x[::2].T).square().sum().item()"), "expected"),
         "q only": (("return best[1], best[2]", "return best[2]"), "expected"),
+        "stops at the first rise": (
+            (
+                "        if best is None or",
+                "        if best is not None and error > best[0]:\n            break\n        if best is None or",
+            ),
+            "try every one",
+        ),
+        "mean of powers": ((SCALE, "s = (x.abs() ** alpha).mean(0)"), "expected"),
+        "diagonal of H": ((ERROR, "error = ((w - q).square() * x.square().mean(0)).sum().item()"), "expected"),
+        "relative error of each token": (
+            (ERROR, "error = (((w - q) @ x.T).square().sum(0) / (w @ x.T).square().sum(0)).sum().item()"),
+            "expected",
+        ),
     },
     "12.with_act_order": {
         "not undone": ((BACK, "return codes"), "still in the sorted order"),
@@ -187,6 +213,8 @@ WRONG = {
         "the bug again": ((BACK, "back = order.clone()\n    return codes[:, back]"), "not its inverse"),
         "weights as they were": ((SORTED, "codes = sweep(w, h[order][:, order], scale, bits)"), "expected"),
         "three times": ((BACK, "return codes[:, order][:, order]"), "expected"),
+        "by row sums of H": ((ORDER, "order = h.sum(0).argsort(descending=True)"), "expected"),
+        "H columns only": ((SORTED, "codes = sweep(w[:, order], h[:, order], scale, bits)"), "expected"),
         "by column size": ((ORDER, "order = w.square().sum(0).argsort(descending=True)"), "expected"),
     },
     "12.costs": {

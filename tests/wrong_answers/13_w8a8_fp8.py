@@ -84,6 +84,9 @@ WRONG = {
             (SCALE_X, "scale_x = (x.amax(1, keepdim=True) - x.amin(1, keepdim=True)).clamp(min=1e-30) / 255"),
             "expected",
         ),
+        "a floor under x's scale": ((SCALE_X, SCALE_X.replace("1e-30", "0.01")), "however quiet"),
+        "a floor under W's scale": ((SCALE_W, SCALE_W.replace("1e-30", "0.01")), "however quiet"),
+        "summed in float16": ((SUMS, "sums = (a.half() @ b.half().T).float()"), "expected"),
         "only y": ((BACK, "return sums * scale_x * scale_w.T"), "expected"),
         "y and codes the wrong way": ((BACK, "return sums * scale_x * scale_w.T, a, b"), "expected"),
         "the largest, not the largest |x|": (
@@ -119,6 +122,14 @@ WRONG = {
         ),
         "no care for zeros": ((ONES, "return s"), "silent"),
         "only silent inputs": ((ONES, "return torch.where(loud > 0, s, torch.ones_like(s))"), "must get 1"),
+        "not beyond 100": (
+            (ONES, "return torch.where((loud > 0) & (column > 0), s, torch.ones_like(s)).clamp(0.01, 100)"),
+            "must not be clamped",
+        ),
+        "the smallest of the weights": (
+            (COLUMN, "column = torch.stack([w.abs().amax(0) for w in weights]).amin(0)"),
+            "expected",
+        ),
         "zeros": ((ONES, "return torch.where((loud > 0) & (column > 0), s, torch.zeros_like(s))"), "must get 1"),
         "clamped as the authors do, ones forgotten": (
             (ONES, "return (loud.clamp(min=1e-5) ** alpha / column.clamp(min=1e-5) ** (1 - alpha)).clamp(min=1e-5)"),
@@ -203,6 +214,11 @@ WRONG = {
         ),
         "NaN above, as older casts": (
             (ROUND, "return torch.where(x.abs() == 448, torch.nan, (x / step).round() * step)"),
+            "not become nan",
+        ),
+        "rounded twice": ((CLAMP, "x = x.half().float().clamp(-448, 448)"), "expected"),
+        "infinity to NaN": (
+            (CLAMP, "x = torch.where(x.isinf(), torch.nan, x).clamp(-448, 448)"),
             "not become nan",
         ),
         "bfloat16": ("def e4m3(x):\n    return x.clamp(-448, 448).bfloat16().float()", "expected"),

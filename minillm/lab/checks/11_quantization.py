@@ -255,13 +255,21 @@ UNPACK = {
 }
 
 
-@register("11.unpack3", points=2, title="Unpack three bits", hints=slips(UNPACK))
+@register(
+    "11.unpack3",
+    points=2,
+    title="Unpack three bits",
+    hints=[
+        *slips(UNPACK),
+        Hint("the codes are to be uint8", when=lambda got, *_: getattr(got, "dtype", torch.uint8) != torch.uint8),
+    ],
+)
 def unpack3(rng):
     first = torch.tensor([0b10_001_000, 0, 0], dtype=torch.uint8)
-    yield Case((first,), torch.tensor([0, 1, 2, 0, 0, 0, 0, 0], dtype=torch.uint8))
+    yield Case((first,), torch.tensor([0, 1, 2, 0, 0, 0, 0, 0], dtype=torch.uint8), dtype=torch.uint8)
     for shape in [(8,), (2, 16), (3, 2, 8), (1, 40), (4, 24)]:
         codes = rng.ints(8, *shape).to(torch.uint8)
-        yield Case((stream(codes, 3),), codes)
+        yield Case((stream(codes, 3),), codes, dtype=torch.uint8)
 
 
 # --- 11.group_linear ---------------------------------------------------------------------------------------------
@@ -286,6 +294,7 @@ GROUPS = {
     "the zero point goes off before the scale": lambda *a: loops(*a, early=False),
     "the zero point is missing": lambda *a: loops(*a, use_zero=False),
     "every column uses the scale of the first group": lambda *a: loops(*a, which=lambda k, g, n: 0),
+    "the zero point need not be a whole number: Q4_1's is not": lambda x, c, s, z: loops(x, c, s, z.trunc()),
     "the zero point is 8 here only by chance: use `zero`": lambda x, c, s, z: loops(x, c, s, torch.full_like(z, 8.0)),
     "codes and zero were subtracted as uint8, which wraps below 0: go to float first": lambda x, c, s, z: wrapped(
         x, c, s, z
@@ -320,6 +329,8 @@ def group_linear(rng):
     ]:
         x, codes = rng.tensor(rows, groups * group), rng.ints(16, out, groups * group).to(torch.uint8)
         scale, zero = rng.tensor(out, groups).abs() + 0.1, rng.ints(16, out, groups).float()
+        if group in (6, 32):
+            zero = zero + 0.5
         yield Case((x, codes, scale, zero), loops(x, codes, scale, zero), rtol=1e-3)
 
 
