@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_oracle import worst_layer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,9 +21,12 @@ from minillm.model.export import hf_weights
 from minillm.model.hub import ASSETS
 from minillm.model.weights import load_model
 from minillm.quant import layouts
-from minillm.quant.affine import Quantized, Scheme, quantize
+from minillm.quant.affine import Quantized, Scheme, fake_quantize, quantize
 from minillm.quant.checkpoints import load_quantized, save_quantized
-from minillm.quant.linear import QuantLinear, linears, quantize_model, rtn
+from minillm.quant.cpu_linear import Int4Linear, Int8Linear
+from minillm.quant.fp8 import FP8Linear, quantize_fp8
+from minillm.quant.linear import QuantLinear, linears, model_bytes, quantize_model, rtn
+from minillm.quant.w8a8 import W8A8Linear
 
 FILE = Path(__file__).parent / "quant_layouts.safetensors"
 
@@ -68,7 +72,7 @@ def test_packed_layout_equals_compressed_tensors(bits, kind):
 def test_plain_layout_equals_compressed_tensors(name):
     given = parts(name)
     expected = given.pop("weight")
-    assert close(layouts.read_plain({**given, "weight": given["stored"]}), expected)
+    assert close(layouts.read_plain({**given, "weight": given["stored"]}).dequantize(), expected)
 
 
 def test_groups_of_act_order_are_read_by_index():
@@ -127,28 +131,218 @@ def test_our_own_folder_comes_back(tmp_path, layout, scheme):
     assert sum(isinstance(m, QuantLinear) for m in packed.modules()) == 8
     assert torch.allclose(packed(tokens), expected, atol=1e-4)
     for name, q in results.items():  # the very integers that were saved
-        assert torch.equal(packed.get_submodule(name).quantized().values, q.codes())
+        found = packed.get_submodule(name).quantized()
+        assert found.scheme == q.scheme and torch.equal(found.values, q.values)
+
+
+TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
+BF16 = torch.bfloat16
+
+
+def eight_bits(folder, kind, inputs=None, tensor=False, zero=False):
+    """Two layers of tiny in INT8 or FP8 ("int", "float") to compressed-tensors' documented layout.
+
+    inputs: input_activations without their type. tensor: one scale a linear, not one a row. zero: asymmetric.
+    """
+    model, _ = tiny(Scheme(8))
+    tensors = {name: value.clone() for name, value in hf_weights(model).items()}
+    for name in [n for n in tensors if "proj" in n]:
+        w, axes = tensors[name], (0, 1) if tensor else 1
+        high = 127 if kind == "int" else 448
+        scale = (w.abs().amax(axes, keepdim=True) / high).to(BF16)
+        values = w / scale.float()
+        if kind == "int":
+            values = values.round().clamp(-128, 127)
+            values[0, 0] = -128  # a code that a symmetric range of ours never has, and files may hold
+        tensors[name] = values.to(torch.int8 if kind == "int" else torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale.view(1) if tensor else scale
+        if zero:
+            tensors[f"{name}_zero_point"] = torch.full(scale.shape, -3, dtype=torch.int8)
+        if inputs == STATIC:
+            tensors[name.replace("weight", "input_scale")] = torch.full((1,), 0.01, dtype=BF16)
+    save_file(tensors, folder / "model.safetensors")
+    weights = {"num_bits": 8, "type": kind, "strategy": "tensor" if tensor else "channel", "symmetric": not zero}
+    given = None if inputs is None else {"type": kind, **inputs}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": given}}
+    settings = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": groups}
+    raw = json.loads((ASSETS / "tiny" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": settings | {"ignore": ["lm_head"]}}))
+    return tensors
+
+
+def modules(model, kind):
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def relative(found, expected):
+    return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+ROUND = {  # what a linear does to its inputs, in other words than its own; how far that may move the logits
+    "int": (W8A8Linear, lambda x: fake_quantize(x.double(), Scheme(8, True, "token")), 0.02),
+    "float": (FP8Linear, lambda x: by_torch(x), 0.06),
+}
+
+
+def by_torch(x):
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).double() * scale
 
 
 @torch.no_grad()
-def test_a_w8a8_folder_is_read_as_float(tmp_path):
-    model, _ = tiny(Scheme(8))
-    tensors, expected = hf_weights(model), hf_weights(model)
-    for name in [n for n in tensors if "proj" in n]:
-        scale = tensors[name].abs().amax(1, keepdim=True) / 448
-        eight = (tensors[name] / scale).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale"] = eight, scale
-        tensors[name.replace("weight", "input_scale")] = torch.ones(1)
-        expected[name] = eight.float() * scale
-    save_file(tensors, tmp_path / "model.safetensors")
-    raw = json.loads((ASSETS / "tiny" / "config.json").read_text()) | {"num_hidden_layers": 2}
-    weights = {"num_bits": 8, "type": "float"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}}
-    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": settings}))
-    found = hf_weights(load_quantized(tmp_path, "float32", "cpu"))
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert not any(isinstance(m, QuantLinear) for m in load_quantized(tmp_path, packed=True).modules())
+@pytest.mark.parametrize("inputs", [TOKEN, STATIC], ids=["token", "static"])
+@pytest.mark.parametrize("tensor", [False, True], ids=["row", "tensor"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_8_bit_folders_stay_in_8_bits(tmp_path, kind, tensor, inputs):
+    """The file's own numbers, bytes by formula, and a model that is the dequantised one but for its inputs' rounding.
+
+    A scale for all inputs becomes one a token, and a scale a linear one a row: q, k and v have three."""
+    stored = eight_bits(tmp_path, kind, inputs, tensor)
+    plain = load_quantized(tmp_path, "float32", "cpu")
+    small = load_quantized(tmp_path, "float32", "cpu", packed=True)
+    which, fake_input, tolerance = ROUND[kind]
+    found = modules(small, which)
+    assert len(found) == 8 and list(modules(small, torch.nn.Linear)) == ["head"]
+    assert sum(model_bytes(m) for m in found.values()) == sum(
+        m.in_features * m.out_features + 4 * m.out_features for m in found.values()
+    )
+    for ours, names in (("qkv", "qkv"), ("out", "o")):
+        rows = [stored[f"model.layers.1.self_attn.{letter}_proj.weight"] for letter in names]
+        assert torch.equal(bits_of(found[f"layers.1.attn.{ours}"].values), bits_of(torch.cat(rows)))
+    tokens = torch.arange(40).view(2, 20)
+    error = worst_layer(small, plain, tokens, which, lambda linear: linear.weight, fake_input)
+    assert error < (1e-5 if kind == "int" else 1e-4)
+    assert 0 < relative(small(tokens), plain(tokens)) < tolerance
+    unpacked = load_quantized(tmp_path, "float32", "cpu", packed=True, kernel="unpack")
+    assert relative(unpacked(tokens), small(tokens)) < tolerance
+
+
+def bits_of(x):
+    return x.view(torch.uint8)
+
+
+@torch.no_grad()
+def test_the_dequantised_model_has_the_files_weights(tmp_path):
+    for kind in ("int", "float"):
+        stored = eight_bits(tmp_path, kind, TOKEN)
+        for name, weight in hf_weights(load_quantized(tmp_path, "float32", "cpu")).items():
+            scale = stored[f"{name}_scale"].float() if f"{name}_scale" in stored else 1
+            assert torch.equal(weight, stored[name].float() * scale), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("zero", [False, True], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("inputs", [None, {**TOKEN, "symmetric": False}, {**TOKEN, "num_bits": 4}])
+def test_int8_weights_alone_are_packed(tmp_path, inputs, zero):
+    """No rounding of inputs in the file, or none that a linear here does: chapter 11's linears."""
+    eight_bits(tmp_path, "int", inputs, zero=zero)
+    tokens = torch.arange(40).view(2, 20)
+    expected = load_quantized(tmp_path, "float32", "cpu")(tokens)
+    small = load_quantized(tmp_path, "float32", "cpu", packed=True)
+    found = modules(small, QuantLinear if zero else Int8Linear)
+    assert len(found) == 8
+    extra = 1 if zero else 0  # a zero point a row takes a byte, a scale two
+    formula = sum(m.in_features * m.out_features + (2 + extra) * m.out_features for m in found.values())
+    assert sum(model_bytes(m) for m in found.values()) == formula
+    assert relative(small(tokens), expected) < (1e-5 if zero else 0.01)  # torch's kernel computes in bfloat16
+    exact = load_quantized(tmp_path, "float32", "cpu", packed=True, kernel="unpack")
+    assert torch.allclose(exact(tokens), expected, atol=1e-4)
+
+
+@torch.no_grad()
+def test_4_bit_weights_with_8_bit_inputs_are_packed_and_fp8_weights_alone_stay_float(tmp_path):
+    model, results = tiny(Scheme(4, True, "group", 64))
+    save_quantized(model, results, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    raw["config_groups"]["group_0"]["input_activations"] = {"type": "int", **TOKEN}
+    write_config(tmp_path, raw)
+    small = load_quantized(tmp_path, "float32", "cpu", packed=True)
+    assert len(modules(small, Int4Linear)) == 8 and not modules(small, W8A8Linear)
+    eight_bits(tmp_path, "float")
+    assert len(modules(load_quantized(tmp_path, "float32", "cpu", packed=True), torch.nn.Linear)) == 9
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_llm_serves_8_bit_folders(tmp_path, kind):
+    eight_bits(tmp_path, kind, TOKEN)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if (ASSETS / "tiny" / file).is_file():
+            shutil.copy(ASSETS / "tiny" / file, tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", device="cpu")
+    assert len(modules(llm.model, ROUND[kind][0])) == 8
+    prompt = llm.tokenizer.encode("The sea was")
+    out = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))[0].token_ids
+    rows = llm.model(torch.tensor([[*prompt, *out[:-1]]]))[0, len(prompt) - 1 :]  # without a cache
+    assert ((rows.amax(-1) - rows.gather(-1, torch.tensor(out)[:, None])[:, 0]) <= 0.1).all()
+
+
+def change_group(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = raw["config_groups"]["group_0"]
+    for key, value in changes.items():
+        group[key] = {**(group[key] or {}), **value}
+    write_config(folder, raw)
+
+
+def add_group(folder):
+    raw = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = raw["config_groups"]["group_0"]
+    raw["config_groups"]["group_1"] = {**group, "input_activations": None}
+    write_config(folder, raw)
+
+
+PROJ = "model.layers.1.mlp.up_proj.weight"
+WRONG = {
+    "inputs of an unknown type": (lambda f: change_group(f, input_activations={"type": "log"}), ConfigError, "'log'"),
+    "an unknown strategy": (
+        lambda f: change_group(f, input_activations={"strategy": "head"}),
+        ConfigError,
+        "strategy of token, tensor",
+    ),
+    "two schemes": (add_group, ConfigError, "input_activations differ"),
+    "weights of 16 bits": (lambda f: edit(f, lambda t: t.update({PROJ: t[PROJ].half()})), WeightsError, "float16"),
+    "a scale a group": (
+        lambda f: edit(f, lambda t: t.update({f"{PROJ}_scale": torch.ones(len(t[PROJ]), 3)})),
+        WeightsError,
+        "one a row",
+    ),
+    "zero points of another size": (
+        lambda f: edit(f, lambda t: t.update({f"{PROJ}_zero_point": torch.ones(7, 1, dtype=torch.int8)})),
+        WeightsError,
+        "weight_zero_point",
+    ),
+    "a scale that is no number": (
+        lambda f: edit(f, lambda t: t[f"{PROJ}_scale"].fill_(float("nan"))),
+        MinillmError,
+        "NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_broken_8_bit_folders_are_one_clear_error(tmp_path, name):
+    eight_bits(tmp_path, "int", TOKEN)
+    breaking, error, text = WRONG[name]
+    breaking(tmp_path)
+    with pytest.raises(error, match=text):
+        load_quantized(tmp_path, device="cpu", packed=True)
+
+
+def test_scales_of_a_kv_cache_are_passed_over(tmp_path):
+    eight_bits(tmp_path, "float", TOKEN)
+    edit(tmp_path, lambda t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    assert len(modules(load_quantized(tmp_path, device="cpu", packed=True), FP8Linear)) == 8
+
+
+def test_modules_refuse_numbers_of_another_scheme():
+    linear = torch.nn.Linear(64, 16)
+    with pytest.raises(ParamsError, match="quantized="):
+        W8A8Linear(linear, quantized=quantize(linear.weight, Scheme(8, False)))
+    with pytest.raises(ParamsError, match="scaled="):
+        FP8Linear(linear, scaled=quantize_fp8(linear.weight, granularity="tensor"))
+    with pytest.raises(ParamsError, match="scaled="):
+        FP8Linear(linear, scaled=quantize_fp8(linear.weight, "e5m2"))
 
 
 def write_config(folder, settings):

@@ -2,8 +2,19 @@
 
 Chapter 12. A quantised linear is several tensors in the place of one `weight` (`layouts.py`). To chapter 01's loader
 this is one more checkpoint format: it lists weights and reads them one at a time, dequantised, so every check of
-shapes and names holds here too. `load_quantized(..., packed=True)` then puts chapter 11's packed linears in their
-place, with the file's own integers; where q, k and v were stored apart their rows are stacked.
+shapes and names holds here too. `load_quantized(..., packed=True)` then puts quantised linears in their place, with
+the file's own numbers; where q, k and v were stored apart their rows are stacked.
+
+    weights       inputs, as the file wants them    linear
+    INT2 .. INT8  not rounded                       chapter 11's packed ones
+    INT8          INT8, symmetric                   chapter 13's W8A8Linear, a scale a token
+    FP8           FP8, symmetric                    chapter 13's FP8Linear, a scale a token
+    INT2 .. INT8  anything else                     chapter 11's packed ones: inputs are not rounded
+    FP8           anything else                     float, with the file's rounding in it
+
+A file may want one scale for all inputs, found while running or fixed by calibration ("static"). Here each token gets
+its own, found while running: at most the step that all tokens together need, nothing is clipped, and a token's result
+does not depend on its batch. The file's `input_scale` is not used, and neither are scales of a KV cache.
 
 Written: compressed-tensors' pack-quantized, or GPTQ; both are read by vLLM and transformers.
 """
@@ -30,9 +41,14 @@ from minillm.model.hub import resolve
 from minillm.model.weights import as_device, as_dtype, fill
 from minillm.quant import layouts
 from minillm.quant.affine import Quantized, Scheme
-from minillm.quant.layouts import Stored
+from minillm.quant.fp8 import E4M3, FP8Linear, Scaled
+from minillm.quant.fp8 import FORMATS as FP8_FORMATS
+from minillm.quant.layouts import Plain, Stored, stacked
 from minillm.quant.linear import as_module
+from minillm.quant.w8a8 import CHANNEL, W8A8Linear
 
+STRATEGIES = ("token", "tensor", "channel", "group", "block", "tensor_group")  # of compressed-tensors
+KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 MARKS = ("qweight", "weight_packed", "weight_scale")  # a linear with one of these is a quantised one
 FORMATS = "gptq, awq (GEMM), compressed-tensors (pack-quantized, int-quantized, float-quantized)"
 Shape = tuple[int, ...]
@@ -40,10 +56,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Format:
-    """How the tensors of one linear become its weight. shape: their shapes, by last name -> (out, in)."""
+    """How the tensors of one linear become its weight. shape: their shapes, by last name -> (out, in).
 
-    read: Callable[[dict[str, Tensor]], Stored | Tensor]
+    inputs: "int" or "float" where inputs are wanted in 8 symmetric bits of this type, else None.
+    """
+
+    read: Callable[[dict[str, Tensor]], Stored | Plain]
     shape: Callable[[dict[str, Shape]], Shape]
+    inputs: str | None = None
 
 
 def file_format(settings: dict) -> Format:
@@ -70,15 +90,30 @@ def compressed_format(settings: dict) -> Format:
         raise ConfigError(
             f"config_groups with weights of {sorted(widths, key=str)} bits: supported is one width, 2 to 8"
         )
-    (bits,) = widths
+    (bits,), wanted = widths, {inputs_of(group) for group in groups}
+    if len(wanted) != 1:
+        raise ConfigError("config_groups whose input_activations differ: supported is one scheme for all linears")
     if kind == "pack-quantized":
         return Format(
             lambda parts: layouts.read_packed(parts, bits),
             lambda sizes: (sizes["weight_packed"][0], sizes["weight_packed"][1] * 32 // bits),
         )
     if kind in ("int-quantized", "float-quantized", "naive-quantized"):
-        return Format(layouts.read_plain, lambda sizes: sizes["weight"])
+        return Format(lambda parts: layouts.read_plain(parts, bits), lambda sizes: sizes["weight"], *wanted)
     raise ConfigError(f"compressed-tensors format {kind!r} is not supported; supported: {FORMATS}")
+
+
+def inputs_of(group: dict) -> str | None:
+    """`Format.inputs` of one entry of config_groups; what the file leaves out has compressed-tensors' defaults."""
+    given = group.get("input_activations")
+    if given is None:
+        return None
+    kind, bits, strategy = given.get("type", "int"), given.get("num_bits", 8), given.get("strategy") or "tensor"
+    if kind not in ("int", "float") or strategy not in STRATEGIES or not isinstance(bits, int):
+        told = {"type": kind, "num_bits": bits, "strategy": strategy}
+        raise ConfigError(f"input_activations {told}: type must be int or float, strategy of {', '.join(STRATEGIES)}")
+    plain = bits == 8 and given.get("symmetric", True) and strategy in ("token", "tensor")
+    return kind if plain else None
 
 
 class QuantizedCheckpoint:
@@ -103,7 +138,9 @@ class QuantizedCheckpoint:
         for module in (name.rpartition(".")[0] for name in sizes if name.endswith(MARKS)):
             self.parts[module] = {n[len(module) + 1 :]: n for n in sizes if n.rpartition(".")[0] == module}
         taken = {n for parts in self.parts.values() for part, n in parts.items() if part != "bias"}
-        self.shapes = {n: s for n, s in sizes.items() if n not in taken and not n.endswith(family.ignored)}
+        self.shapes = {
+            n: s for n, s in sizes.items() if n not in taken and not n.endswith((*family.ignored, *KV_SCALES))
+        }
         for module, parts in self.parts.items():
             try:
                 self.shapes[f"{module}.weight"] = self.format.shape({part: sizes[n] for part, n in parts.items()})
@@ -112,14 +149,13 @@ class QuantizedCheckpoint:
                     f"{module} holds {', '.join(parts)}: not what its quantization_config says"
                 ) from None
 
-    def stored(self, module: str) -> Stored | Tensor:
+    def stored(self, module: str) -> Stored | Plain:
         return self.format.read({part: self.files[n].get_tensor(n) for part, n in self.parts[module].items()})
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in self.parts:
-            found = self.stored(module)
-            return found if isinstance(found, Tensor) else found.dequantize()
+            return self.stored(module).dequantize()
         return self.files[name].get_tensor(name)
 
 
@@ -133,9 +169,9 @@ def load_quantized(
 ) -> Decoder:
     """A quantised folder or hub id as a Decoder; arguments as in `load_model`.
 
-    packed=False: float weights with the file's rounding in them. packed=True: its integers, in chapter 11's linears
-    (kernel as in `quantize_model`); linears whose groups are not neighbours, and INT8 and FP8 ones, stay float.
-    Scales are kept in bfloat16 then, those of a float16 file to within 0.4 %.
+    packed=False: float weights with the file's rounding in them. packed=True: its integers or FP8 numbers, in the
+    linears of the table above (kernel as in `quantize_model`); linears whose groups are not neighbours stay float.
+    Chapter 11's linears keep scales in bfloat16, those of a float16 file to within 0.4 %.
     """
     device, wanted = as_device(device), as_dtype(dtype)
     checkpoint = QuantizedCheckpoint(resolve(name))
@@ -147,14 +183,27 @@ def load_quantized(
         names = [n.removesuffix(".weight") for n in sources(model.config, f"{module}.weight", checkpoint.names)]
         if not all(n in checkpoint.parts for n in names):
             return None
-        found = [checkpoint.stored(n) for n in names]
-        whole = [None if isinstance(stored, Tensor) else stored.quantized() for stored in found]
-        if any(q is None or q.scheme != whole[0].scheme for q in whole if whole[0] is not None) or whole[0] is None:
-            return None
-        stacked = (torch.cat([getattr(q, part) for q in whole]).to(device) for part in ("values", "scale", "zero"))
-        return as_module(Quantized(*stacked, whole[0].scheme), linear.bias, kernel)
+        found = stacked([checkpoint.stored(n) for n in names])
+        return None if found is None else as_linear(found, linear, checkpoint.format.inputs, kernel)
 
     return replace_linears(model, make)
+
+
+def as_linear(found: Stored | Plain, linear: nn.Linear, inputs: str | None, kernel: str) -> nn.Module | None:
+    """The module docstring's table. linear: the same one in floating point; None: it stays."""
+    device, unpack = linear.weight.device, kernel == "unpack"
+    q = found.quantized()
+    if q is not None:
+        zero = None if q.zero is None else q.zero.to(device)
+        q = Quantized(q.values.to(device), q.scale.to(device), zero, q.scheme)
+        if inputs == "int" and isinstance(found, Plain) and q.scheme == CHANNEL:
+            return W8A8Linear(linear, kernel="unpack" if unpack else "auto", quantized=q)
+        return as_module(q, linear.bias, kernel)
+    if inputs == "float" and isinstance(found, Plain):
+        form = next(form for form in FP8_FORMATS.values() if form.dtype == found.values.dtype)
+        scaled = Scaled(found.values.to(device), found.scale.to(device), form)
+        return FP8Linear(linear, form, inputs=E4M3, emulate=unpack, scaled=scaled)
+    return None
 
 
 def is_quantized(name: str | Path) -> bool:

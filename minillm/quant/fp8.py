@@ -149,7 +149,8 @@ def scaled_matmul(a: Scaled, w: Scaled, dtype: torch.dtype = torch.float32, emul
 class FP8Linear(nn.Module):
     """y = x @ W.T + b, both in FP8. x [..., in] -> [..., out] in x's dtype. Bytes: out * in + 4 * scales.
 
-    granularity: a scale a row ("row": a token, an output) or one in all ("tensor"), for both. Inference only.
+    granularity: a scale a row ("row": a token, an output) or one in all ("tensor"), for both. Inference only. scaled:
+    the weight's FP8 numbers where they are known; by default it is rounded to the nearest here.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class FP8Linear(nn.Module):
         granularity: str = "row",
         inputs: str | Float8 | None = None,
         emulate: bool = False,
+        scaled: Scaled | None = None,
     ) -> None:
         super().__init__()
         self.form, self.granularity, self.emulate = as_format(form), granularity, emulate
@@ -166,7 +168,11 @@ class FP8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
         check_finite(weight)
-        q = quantize_fp8(weight, self.form, granularity)
+        q = quantize_fp8(weight, self.form, granularity) if scaled is None else scaled
+        scales = [self.out_features if granularity == "row" else 1, 1]
+        if q.form != self.form or list(q.scale.shape) != scales:
+            legal = f"must be {self.form.name} with scales {scales}"
+            raise ParamsError(illegal("scaled", f"{q.form.name}, scales {list(q.scale.shape)}", legal))
         self.register_buffer("values", q.values)  # [out, in]
         self.register_buffer("scale", q.scale)  # [out, 1] or [1, 1]
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())

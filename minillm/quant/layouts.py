@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.quant.affine import Quantized, Scheme
+from minillm.quant.affine import Quantized, Scheme, from_codes
 from minillm.quant.packing import pack, unpack
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds column AWQ_ORDER[i] of its eight
@@ -65,8 +65,59 @@ class Stored:
         size = -(-width // groups)
         if width % size or not torch.equal(self.group, torch.arange(width, device=self.group.device) // size):
             return None
-        scheme = Scheme(self.bits, False, "channel") if groups == 1 else Scheme(self.bits, False, "group", size)
+        symmetric = bool((self.zero == 2 ** (self.bits - 1)).all())
+        shape = ("channel",) if groups == 1 else ("group", size)
+        scheme = Scheme(self.bits, symmetric, *shape)
+        if symmetric:
+            return Quantized(from_codes(self.codes, scheme), self.scale, None, scheme)
         return Quantized(self.codes, self.scale, self.zero, scheme)
+
+
+PLAIN = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass
+class Plain:
+    """values int8 or FP8 [out, in]; scale, zero float32 [out, 1], zero None if it is 0; bits: of an integer."""
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+
+    def dequantize(self) -> Tensor:
+        """float32 [out, in]."""
+        values = self.values.float()
+        return (values if self.zero is None else values - self.zero) * self.scale
+
+    def quantized(self) -> Quantized | None:
+        """As chapter 11's linears take it; None for FP8."""
+        if self.values.dtype != torch.int8:
+            return None
+        if self.zero is None:
+            return Quantized(self.values, self.scale, None, Scheme(self.bits, True, "channel"))
+        middle = 2 ** (self.bits - 1)  # int8 codes count from -2^(bits - 1)
+        codes = (self.values.to(torch.int16) + middle).to(torch.uint8)
+        return Quantized(codes, self.scale, self.zero + middle, Scheme(self.bits, False, "channel"))
+
+
+def stacked(found: list[Stored | Plain]) -> Stored | Plain | None:
+    """Their rows, one below the other: q, k and v as one linear. None where kind, bits or groups differ."""
+    first = found[0]
+    if any(type(each) is not type(first) or each.bits != first.bits for each in found):
+        return None
+    if isinstance(first, Stored):
+        if any(not torch.equal(each.group, first.group) for each in found):
+            return None
+        codes, scale, zero = (
+            torch.cat([getattr(each, part) for each in found]) for part in ("codes", "scale", "zero")
+        )
+        return Stored(codes, scale, zero, first.group, first.bits)
+    if any(each.values.dtype != first.values.dtype for each in found):
+        return None
+    values, scale = (torch.cat([getattr(each, part) for each in found]) for part in ("values", "scale"))
+    zeros = [each.scale * 0 if each.zero is None else each.zero for each in found]
+    return Plain(values, scale, None if all(each.zero is None for each in found) else torch.cat(zeros), first.bits)
 
 
 def read_gptq(parts: Mapping[str, Tensor], bits: int, version: int = 1) -> Stored:
@@ -140,18 +191,23 @@ def write_packed(q: Quantized) -> dict[str, Tensor]:
     return parts
 
 
-def read_plain(parts: Mapping[str, Tensor]) -> Tensor:
-    """compressed-tensors' int-quantized and float-quantized: the dequantised weight, float32 [out, in].
+def read_plain(parts: Mapping[str, Tensor], bits: int = 8) -> Plain:
+    """compressed-tensors' int-quantized and float-quantized: INT8 or FP8 numbers with a scale a row, or one in all.
 
-    INT8 or FP8 numbers with a scale a row or one in all. Scales of inputs serve W8A8 products and are not used.
+    bits: those that integers use, each in a byte. Scales of inputs are left where they are: see `checkpoints.py`.
     """
     need(parts, "weight", "weight_scale")
-    weight, scale, zero = parts["weight"].float(), parts["weight_scale"].float(), parts.get("weight_zero_point")
-    if scale.numel() not in (1, len(weight)):
+    weight, scale, zero = parts["weight"], parts["weight_scale"].float(), parts.get("weight_zero_point")
+    if weight.dtype not in PLAIN:
+        raise WeightsError(f"a quantised weight is {weight.dtype}; supported: {', '.join(str(d) for d in PLAIN)}")
+    if weight.dim() != 2 or scale.numel() not in (1, len(weight)):
         raise WeightsError(f"weight_scale has shape {list(scale.shape)}; supported: one, or one a row")
-    if zero is not None:
-        weight = weight - zero.float().reshape(-1, 1)
-    return weight * scale.reshape(-1, 1)
+    rows = scale.reshape(-1, 1).expand(len(weight), 1).contiguous()
+    if zero is None or not zero.any():  # symmetric files of some versions store zeros
+        return Plain(weight, rows, None, bits)
+    if zero.numel() != scale.numel():
+        raise WeightsError(f"weight_zero_point has shape {list(zero.shape)}, weight_scale {list(scale.shape)}")
+    return Plain(weight, rows, zero.float().reshape(-1, 1).expand(len(weight), 1).contiguous(), bits)
 
 
 def in_codes(q: Quantized) -> tuple[Tensor, Tensor, Tensor]:

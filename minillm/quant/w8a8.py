@@ -55,11 +55,17 @@ def int8_matmul(a: Tensor, w: Tensor, kernel: str = "auto") -> Tensor:
 class W8A8Linear(nn.Module):
     """y = x @ W.T + b on integers. x [..., in] -> [..., out] in x's dtype. Bytes: out * in + 4 * out. Inference only.
 
-    inputs: see the module. largest: with "static", the largest |x| to expect.
+    inputs: see the module. largest: with "static", the largest |x| to expect. quantized: the weight's integers where
+    they are known, symmetric with a scale a row; by default they are rounded to the nearest here.
     """
 
     def __init__(
-        self, linear: nn.Linear, inputs: str = "token", largest: float | Tensor | None = None, kernel: str = "auto"
+        self,
+        linear: nn.Linear,
+        inputs: str = "token",
+        largest: float | Tensor | None = None,
+        kernel: str = "auto",
+        quantized: Quantized | None = None,
     ) -> None:
         super().__init__()
         check_inputs(inputs)
@@ -70,7 +76,9 @@ class W8A8Linear(nn.Module):
             raise ParamsError("the weight holds NaN or infinity: it cannot be quantised")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.inputs, self.kernel = inputs, kernel
-        q = quantize(weight.float(), CHANNEL)
+        if quantized is not None and quantized.scheme != CHANNEL:
+            raise ParamsError(illegal("quantized", quantized.scheme, f"must have the scheme {CHANNEL}"))
+        q = quantize(weight.float(), CHANNEL) if quantized is None else quantized
         step = None
         if largest is not None:
             step = torch.as_tensor(largest, dtype=torch.float32, device=weight.device).reshape(1, 1) / TENSOR.high
