@@ -24,6 +24,7 @@ BENCH_MODULES = (
     "minillm.measure.gemm_bench",
     "minillm.measure.kv_cache_bench",
     "minillm.measure.damage_bench",
+    "minillm.measure.gptq_awq_bench",
     "minillm.measure.attention_bench",
     "minillm.measure.decode_attention_bench",
     "minillm.engine.compiled_bench",
@@ -36,7 +37,7 @@ BENCH_MODULES = (
 BENCH_NAMES = (
     *("decode", "throughput", "prefix", "scheduler", "quantized", "gemm", "attention", "decode-attention"),
     *("compile", "fused", "graphs", "speculative", "course", "tensor-parallel", "damage", "kv-cache"),
-    "attention-hopper",
+    *("attention-hopper", "gptq-awq"),
 )
 
 TOUR_PROMPT = "It was a fine morning, and the family were all at breakfast when the letter came."

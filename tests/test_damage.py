@@ -1,6 +1,7 @@
 """The table of damage: bytes against packed modules, values against their parts, and what a row must show."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ import torch
 from minillm.errors import ParamsError
 from minillm.measure.bench import NotMeasured
 from minillm.measure.choices import passage, turn
-from minillm.measure.damage import METHODS, Method, as_text, judge, kv_bytes, methods, timings, weight_bytes
+from minillm.measure.damage import METHODS, Method, as_text, judge, kv_bytes, methods, scheme, timings, weight_bytes
 from minillm.measure.damage_bench import bench_damage
+from minillm.measure.gptq_awq_bench import bench_gptq_awq, ways
 from minillm.measure.quality import perplexity
 from minillm.model.hub import ASSETS
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
+from minillm.quant.gptq import gptq_model
 from minillm.quant.linear import linears, quantize_model
 
 
@@ -157,9 +160,41 @@ def test_the_benchmark_gives_every_figure_of_a_row():
     assert figures["damage.kv_int2.kv_bytes"].value < figures["damage.int4.kv_bytes"].value
 
 
+def test_the_layers_of_a_row_are_those_of_the_method(model, tokens, rows):
+    """GPTQ and AWQ tell each linear's output error beside that of rounding to the nearest; others do not."""
+    results = gptq_model(copy.deepcopy(model), torch.tensor(tokens[:512]).view(4, 128), scheme(3), act_order=True)
+    expected = {name: result.error / result.rtn_error for name, result in results.items()}
+    assert rows["INT3 GPTQ"].layers == pytest.approx(expected, rel=1e-3) and len(expected) == 24
+    assert len(rows["INT2 AWQ"].layers) == 24 and not rows["INT3"].layers and not rows["W8A8"].layers
+
+
+def test_chapter_12s_benchmark_gives_each_way_and_each_pair():
+    figures = {found.name.removeprefix("gptq_awq."): found for found in bench_gptq_awq(smoke=True)}
+    names = list(ways(3))
+    parts = {f"int3.{name}.{part}" for name in names for part in ("ratio", "kl", "top1")}
+    parts |= {f"int3.{name}.{part}" for name in names[1:] for part in ("layer_worst", "layer_mean")}
+    pairs = [(b, a) for i, a in enumerate(names) for b in names[i + 1 :]]
+    parts |= {f"int3.{b}_less_{a}.{part}" for b, a in pairs for part in ("loss", "kl")}
+    assert set(figures) == parts | {"float.perplexity"}
+    kl = {name: figures[f"int3.{name}.kl"].value for name in names}
+    for b, a in pairs:
+        gap = figures[f"int3.{b}_less_{a}.kl"]
+        assert gap.value == pytest.approx(kl[b] - kl[a], abs=1e-6) and gap.spread[0] <= gap.value <= gap.spread[1]
+        loss = figures[f"int3.{b}_less_{a}.loss"].value
+        ratio = figures[f"int3.{b}.ratio"].value / figures[f"int3.{a}.ratio"].value
+        assert math.exp(loss) == pytest.approx(ratio, rel=1e-4)
+    for name in names[1:]:
+        assert 0 < figures[f"int3.{name}.layer_mean"].value <= figures[f"int3.{name}.layer_worst"].value <= 1
+    assert kl["gptq"] < kl["rtn"] and kl["awq"] < kl["rtn"]
+    assert figures["float.perplexity"].value > 1 and figures["float.perplexity"].workload["calibration"] == 1024
+
+
 def test_the_benchmark_says_which_model_is_not_here():
-    with pytest.raises(NotMeasured, match="no-such-model"):
-        next(bench_damage("no-such-model"))
+    for bench in (bench_damage, bench_gptq_awq):
+        with pytest.raises(NotMeasured, match="no-such-model"):
+            next(bench("no-such-model"))
+    with pytest.raises(NotMeasured, match="fewer than"):
+        next(bench_gptq_awq("tiny", samples=4000))
 
 
 def test_an_unknown_method_is_named():

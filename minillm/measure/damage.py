@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from minillm.model.layout import pack_linears
 from minillm.quant.affine import Scheme
 from minillm.quant.awq import awq_model
 from minillm.quant.fp8 import fp8_model, why_emulated
-from minillm.quant.gptq import gptq_model
+from minillm.quant.gptq import LayerResult, gptq_model
 from minillm.quant.linear import linears, quantize_model, rtn
 from minillm.quant.smoothquant import channel_maxima, smooth_model
 from minillm.quant.w8a8 import w8a8_model
@@ -145,7 +145,10 @@ def methods(names: Iterable[str] | None = None) -> list[Method]:
 
 @dataclass(frozen=True)
 class Row:
-    """One method, judged. scores and original: the changed and the unchanged model's answers, by task."""
+    """One method, judged. scores and original: the changed and the unchanged model's answers, by task.
+
+    layers: output error of each linear / that of rounding it to the nearest, where the method tells (GPTQ and AWQ).
+    """
 
     name: str
     chapter: int
@@ -154,6 +157,7 @@ class Row:
     damage: Damage
     scores: dict[str, Scores]
     original: dict[str, Scores]
+    layers: dict[str, float] = field(default_factory=dict)
 
 
 def judge(
@@ -170,11 +174,13 @@ def judge(
     original = {task: score(model, asked) for task, asked in questions.items()}
     for method in METHODS if chosen is None else chosen:
         changed = copy.deepcopy(model)
-        method.change(changed, calibration)
+        told = method.change(changed, calibration)
+        results = {k: r for k, r in told.items() if isinstance(r, LayerResult)} if isinstance(told, dict) else {}
+        layers = {linear: result.error / max(result.rtn_error, 1e-30) for linear, result in results.items()}
         run = method.run(changed)
         scores = {task: score(run, asked) for task, asked in questions.items()}
         sizes = weight_bytes(model, method.bits), kv_bytes(model, method.kv)
-        yield Row(method.name, method.chapter, *sizes, reference.damage(run), scores, original)
+        yield Row(method.name, method.chapter, *sizes, reference.damage(run), scores, original, layers)
 
 
 def weight_bytes(model: nn.Module, bits: Callable[[int], float] = lambda inputs: 16.0) -> float:

@@ -1,0 +1,99 @@
+"""`minillm bench gptq-awq`: chapter 12's table on a real model, every layer of it, as figures.
+
+Chapter 12. smollm2-135m with its weights off the 4-bit grid of the offline file (`quant/ungrid.py`), calibrated on
+the beginning of the held-out book and judged on its end. Groups have 64 weights: the papers' 128 do not divide the
+576 inputs of its linears. It takes about half an hour of one CPU thread. The figures are no times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from minillm.measure.bench import NotMeasured
+from minillm.measure.damage import GROUP, KEEP, Change, Method, Row, judge, round_weights, scheme
+from minillm.measure.quality import difference
+from minillm.measure.records import Figure, figure
+from minillm.model.hub import ASSETS, is_available
+from minillm.model.tokenizer import load_tokenizer
+from minillm.model.weights import load_model
+from minillm.quant.awq import awq_model
+from minillm.quant.gptq import gptq_model
+from minillm.quant.ungrid import ungrid
+
+LENGTH, WINDOW = 128, 256  # tokens of a calibration sample, and of a window of the text that is judged on
+
+
+def ways(bits: int) -> dict[str, Change]:
+    """What chapter 12 compares, each over all linears but the head."""
+    form = scheme(bits)
+    return {
+        "rtn": lambda model, text: round_weights(model, form),
+        "gptq": lambda model, text: gptq_model(model, text, form, keep=KEEP),
+        "awq": lambda model, text: awq_model(model, text, form, keep=KEEP),
+        "gptq_act_order": lambda model, text: gptq_model(model, text, form, act_order=True, keep=KEEP),
+    }
+
+
+def bench_gptq_awq(
+    model: str = "smollm2-135m",
+    widths: tuple[int, ...] = (4, 3, 2),
+    samples: int = 64,
+    tokens: int = 2048,
+    repeats: int = 1,
+    smoke: bool = False,
+) -> Iterator[Figure]:
+    """Figures gptq_awq.float.perplexity, and a way of rounding: gptq_awq.intB.WAY.ratio (perplexity / the float
+    model's), .kl, .top1, .layer_worst and .layer_mean (over the linears, output error / that of rounding to the
+    nearest on the same inputs), gptq_awq.intB.WAY_less_OTHER.loss and .kl.
+
+    spread: 95 % intervals, paired over the same tokens. samples: of LENGTH tokens, to calibrate on; tokens: to judge
+    on. smoke: the shipped model, 3 bits, few of both. repeats is not used: the figures are no times.
+    """
+    if smoke:
+        model, widths, samples, tokens = "tiny", (3,), 8, 512
+    if not is_available(model):
+        raise NotMeasured(f"{model} is not on this machine: run minillm pull {model}")
+    decoder = load_model(model, dtype="float32")
+    if model != "tiny":
+        ungrid(decoder)
+    ids = load_tokenizer(model).encode((ASSETS / "heldout.txt").read_text(encoding="utf-8"))
+    if samples * LENGTH + tokens > len(ids):
+        raise NotMeasured(f"the book has {len(ids)} tokens: fewer than {samples * LENGTH} + {tokens}")
+    calibration = torch.tensor(ids[: samples * LENGTH], device=decoder.device).view(samples, LENGTH)
+    about = {"tokens": tokens, "window": WINDOW, "calibration": samples * LENGTH, "group": GROUP}
+    for bits in widths:
+        chosen = [Method(name, 12, change) for name, change in ways(bits).items()]
+        seen: list[Row] = []
+        for row in judge(decoder, ids[-tokens:], calibration, {}, chosen, WINDOW):
+            if bits == widths[0] and not seen:
+                plain = math.exp(row.damage.reference_loss.double().mean().item())
+                yield figure("gptq_awq.float.perplexity", plain, "1", model=model, workload=about)
+            for name, value, unit, spread in parts(row, seen):
+                name = f"gptq_awq.int{bits}.{row.name}{name}"
+                yield figure(name, value, unit, spread=spread, model=model, workload=about)
+            seen.append(row)
+
+
+def parts(row: Row, others: list[Row]) -> Iterator[tuple[str, float, str, tuple[float, float] | None]]:
+    """(end of the name, value, unit, interval) of one row, by itself and less each of the others."""
+    damage = row.damage
+    for name, found, unit in (
+        ("ratio", damage.ratio, "x"),
+        ("kl", damage.mean_kl, "nats"),
+        ("top1", damage.agreement, "1"),
+    ):
+        yield f".{name}", found.value, unit, (found.low, found.high)
+    if row.layers:
+        shares = list(row.layers.values())
+        yield ".layer_worst", max(shares), "x", None
+        yield ".layer_mean", sum(shares) / len(shares), "x", None
+    for other in others:
+        for name in ("loss", "kl"):
+            gap = difference(getattr(damage, name), getattr(other.damage, name))
+            yield f"_less_{other.name}.{name}", gap.value, "nats", (gap.low, gap.high)
+
+
+BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"gptq-awq": bench_gptq_awq}
