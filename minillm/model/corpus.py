@@ -201,9 +201,11 @@ def save_tokenizer(tokenizer, folder: str | Path) -> None:
 
 
 def encode(documents: list[str], tokenizer) -> np.ndarray:
-    """Every document's tokens in a row, each ended by END."""
+    """Every document's tokens in a row, each ended by END (0 where the tokenizer does not know it)."""
     encoded = tokenizer.encode_batch(documents, add_special_tokens=False)
-    return np.concatenate([np.array([*one.ids, 0], dtype=np.uint16) for one in encoded])
+    kind = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    end = tokenizer.token_to_id(END) or 0
+    return np.concatenate([np.array([*one.ids, end], dtype=kind) for one in encoded])
 
 
 def load_documents(folder: str | Path, name: str) -> list[str]:
@@ -211,7 +213,7 @@ def load_documents(folder: str | Path, name: str) -> list[str]:
 
 
 def load_tokens(folder: str | Path, tokenizer) -> dict[str, np.ndarray]:
-    """uint16 token arrays of the texts in `folder`, memory-mapped; encoded once, kept beside the texts."""
+    """Token arrays of the texts in `folder`, memory-mapped; encoded once, kept beside the texts."""
     folder, arrays = Path(folder), {}
     tag = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:8]  # another tokenizer, another file
     for text in sorted(folder.glob("*.txt")):
@@ -222,14 +224,19 @@ def load_tokens(folder: str | Path, tokenizer) -> dict[str, np.ndarray]:
     return arrays
 
 
-def training_tokens(tokenizer_folder: str | Path) -> dict[str, np.ndarray]:
-    """What the trainer reads, "heldout" among it; fetches the texts if the cache is empty."""
+def training_tokens(tokenizer) -> dict[str, np.ndarray]:
+    """What the trainer reads, "heldout" among it; fetches the texts if the cache is empty.
+
+    tokenizer: of the `tokenizers` library, or the folder of its tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     folder = cache_folder()
     if not all((folder / f"{name}.txt").exists() for name in (*MIX, "heldout")):
         fetch(folder)
-    return load_tokens(folder, Tokenizer.from_file(str(Path(tokenizer_folder) / "tokenizer.json")))
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
+    return load_tokens(folder, tokenizer)
 
 
 def main() -> None:

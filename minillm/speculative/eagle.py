@@ -27,7 +27,8 @@ from minillm.model.attention import LayerInfo, attend_now, naive_attention
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Block, Decoder, make_norm
 from minillm.model.rope import cos_sin, inverse_frequencies
-from minillm.speculative.heads import load_heads
+from minillm.speculative.frequent import DraftHead
+from minillm.speculative.heads import load_heads, read_facts
 from minillm.speculative.proposer import NOTHING, Context, Draft
 from minillm.speculative.tree import likeliest_nodes, subtree
 
@@ -35,10 +36,12 @@ WIDTH, NODES, DEPTH = 4, 12, 8
 
 
 class EagleHead(nn.Module):
-    """(features, embeddings of the tokens after them, positions) -> the next features, [..., hidden]."""
+    """(features, embeddings of the tokens after them, positions) -> the next features, [..., hidden]. The target's
+    head scores them, or `kept` rows of it: those of the token ids in `vocabulary` (see `frequent.py`)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kept: int | None = None) -> None:
         super().__init__()
+        self.register_buffer("vocabulary", None if kept is None else torch.arange(kept))
         self.config = config.with_changes(num_layers=1, windows=(), local_layers=())
         self.fuse = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.block = Block(self.config, 0)
@@ -107,7 +110,9 @@ class Eagle:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ParamsError(illegal(name, value, "must be a whole number of at least 1"))
         self.target, self.head = target, head
-        self.width, self.nodes = (min(width, target.config.vocab_size), nodes) if tree else (1, DEPTH)
+        self.score = DraftHead(target, head.vocabulary, packed=True)
+        known = target.config.vocab_size if head.vocabulary is None else len(head.vocabulary)
+        self.width, self.nodes = (min(width, known), nodes) if tree else (1, DEPTH)
         room = target.config.max_length + self.width * DEPTH + 1  # the last place takes what padding writes
         self.cache = RowCache(head.config, sequences, room, target.dtype, target.device)
         self.free, self.held, self.trash = list(range(sequences)), {}, room - 1
@@ -215,11 +220,13 @@ class Eagle:
     def _likeliest(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probabilities, tokens) of the `width` likeliest, each [..., width]; below 0, so that a path that goes
         on is always less likely than the path it comes from."""
-        top, tokens = self.target.logits(features).float().log_softmax(-1).topk(self.width)
-        return top.clamp(max=-1e-5), tokens
+        top, places = self.score(features).float().log_softmax(-1).topk(self.width)
+        return top.clamp(max=-1e-5), self.score.ids(places)
 
 
 def make(options, name: str, target: Decoder, sequences: int) -> Eagle:
     """The layer that was trained for model `name`, on `target`, which was loaded by that name."""
-    head = load_heads(EagleHead(target.config), name, "eagle").to(target.device, target.dtype)
+    kept = read_facts(name, "eagle", options.heads).get("kept")
+    head = load_heads(EagleHead(target.config, kept), name, "eagle", options.heads)
+    head = head.to(target.device, target.dtype)
     return Eagle(target, head, sequences, tree=options.tree)

@@ -22,6 +22,7 @@ from minillm.errors import ParamsError, illegal
 from minillm.model.decoder import Decoder
 from minillm.model.sampling import SamplingState
 from minillm.model.sampling_steps import draw
+from minillm.speculative.frequent import DraftHead
 from minillm.speculative.heads import load_heads, read_facts
 from minillm.speculative.proposer import NOTHING, Context, Draft
 from minillm.speculative.tree import Shape, best_shape
@@ -32,10 +33,12 @@ NODES = 12  # of a draft tree
 
 
 class MedusaHeads(nn.Module):
-    """h [..., hidden] -> [..., heads, hidden], to be scored by the target's head."""
+    """h [..., hidden] -> [..., heads, hidden], to be scored by the target's head, or by `kept` rows of it: those of
+    the token ids in `vocabulary` (see `frequent.py`)."""
 
-    def __init__(self, hidden: int, heads: int = HEADS) -> None:
+    def __init__(self, hidden: int, heads: int = HEADS, kept: int | None = None) -> None:
         super().__init__()
+        self.register_buffer("vocabulary", None if kept is None else torch.arange(kept))
         self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads))
         for layer in self.layers:
             nn.init.zeros_(layer.weight)  # at first every head says what the target's own says
@@ -62,7 +65,8 @@ class Medusa:
         if len(accuracy) != len(heads.layers):
             raise ParamsError(illegal("accuracy", accuracy, f"must have a row for each of {len(heads.layers)} heads"))
         rows = [list(row) if tree else list(row[:1]) for row in accuracy]
-        self.target, self.heads, self.width = target, heads, max(map(len, rows))
+        self.heads, self.width = heads, max(map(len, rows))
+        self.score = DraftHead(target, heads.vocabulary, packed=True)
         self.shapes: list[Shape] = [best_shape(rows[:depth], nodes) for depth in range(1, len(rows) + 1)]
         self.last: dict[Hashable, tuple[int, Tensor]] = {}  # place of the last computed token, its state [hidden]
 
@@ -73,8 +77,8 @@ class Medusa:
         if not known:
             return drafts
         h = torch.stack([self.last[contexts[i].key][1] for i in known])  # [known, hidden]
-        guesses = self.target.logits(self.heads(h)).topk(self.width).indices.tolist()  # [known, heads, width]
-        for i, guessed in zip(known, guesses):
+        guesses = self.score(self.heads(h)).topk(self.width).indices  # [known, heads, width]
+        for i, guessed in zip(known, self.score.ids(guesses).tolist()):
             shape = self.shapes[min(contexts[i].most, len(self.shapes)) - 1]
             drafts[i] = shape.fill(guessed)
         return drafts
@@ -121,7 +125,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Walk:
 
 def make(options, name: str, target: Decoder, sequences: int) -> Medusa:
     """The heads that were trained for model `name`, on `target`, which was loaded by that name."""
-    facts = read_facts(name, "medusa")
-    heads = MedusaHeads(target.config.hidden_size, len(facts["accuracy"]))
-    load_heads(heads, name, "medusa").to(target.device, target.dtype)
+    facts = read_facts(name, "medusa", options.heads)
+    heads = MedusaHeads(target.config.hidden_size, len(facts["accuracy"]), facts.get("kept"))
+    load_heads(heads, name, "medusa", options.heads).to(target.device, target.dtype)
     return Medusa(target, heads, facts["accuracy"], tree=options.tree)

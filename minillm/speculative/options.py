@@ -14,16 +14,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from minillm.errors import ParamsError, illegal
 from minillm.quant.named import NAMED
+
+WITH_HEADS = ("medusa", "eagle")
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
     """method: as above. num_tokens: the longest draft. adaptive: measure, choose the length, switch off if it loses;
     else every draft is num_tokens long. ngram: the most tokens that prompt lookup compares. tree: Medusa and EAGLE
-    draft trees (else chains). acceptance: "exact", or Medusa's "typical", which CHANGES THE DISTRIBUTION of sampled
+    draft trees (else chains). heads: the folder where the trainer left Medusa's or EAGLE's (default: the package, or
+    else the cache folder). acceptance: "exact", or Medusa's "typical", which CHANGES THE DISTRIBUTION of sampled
     text for more tokens a step; greedy requests are exact under both."""
 
     method: str
@@ -32,6 +36,7 @@ class SpeculativeOptions:
     ngram: int = 3
     tree: bool = True
     acceptance: str = "exact"
+    heads: str | Path | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -48,6 +53,14 @@ class SpeculativeOptions:
                 raise ParamsError(illegal(f"speculative {name}", getattr(self, name), "must be True or False"))
         if self.acceptance not in ("exact", "typical"):
             raise ParamsError(illegal("speculative acceptance", self.acceptance, 'must be "exact" or "typical"'))
+        if self.heads is not None:
+            if self.method not in WITH_HEADS:
+                legal = f"goes with {' and '.join(WITH_HEADS)}, not with {self.method!r}"
+                raise ParamsError(illegal("speculative heads", self.heads, legal))
+            if not isinstance(self.heads, (str, Path)) or not Path(self.heads).expanduser().is_dir():
+                raise ParamsError(
+                    illegal("speculative heads", self.heads, "must be a folder that the trainer filled")
+                )
 
     @property
     def layers(self) -> int | None:

@@ -1,12 +1,13 @@
 """Train what drafts for a model: Medusa heads, an EAGLE layer, or a small model. The target stays as it is.
 
-Chapter 17. `python -m minillm.speculative.train --what medusa --minutes 6`. All three learn from the target's whole
-distributions, not from the text's one next token: a draft is right when it says what the target would say.
+Chapter 17. `python -m minillm.speculative.train --what medusa --minutes 6`, and for a chat model
+`python -m minillm.speculative.train --what medusa --model smollm2-135m`. What is learned stands in `lessons.py`. A
+draft model starts from `tiny-draft`'s weights.
 
-    medusa   head d at i:   KL(p(. | ..i+d), head d)           Medusa-1 (arXiv:2401.10774): the target is frozen
-    eagle    f'_{i+1}:      smooth L1 to f_{i+1} + KL(p(. | ..i+1), head(f'_{i+1}))                (arXiv:2401.15077)
-             then once more with f' in place of f below it, as when it drafts        (the idea of arXiv:2503.01840)
-    draft    q at i:        KL(p(. | ..i), q), from `tiny-draft`'s weights on       DistillSpec (arXiv:2310.08461)
+Two kinds of text. "corpus": the books of chapter 00; the target's features are computed batch by batch. "own": what
+the target itself writes (`own_texts.py`), once, its features kept beside the text: the forward of a larger model
+costs more than what its heads learn from it. Of a large vocabulary heads draft the most frequent tokens alone
+(`frequent.py`).
 
 Batches depend on (seed, step) alone, as in `minillm.model.train`, whose parts are used here; `--resume` goes on.
 """
@@ -15,78 +16,55 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from minillm.errors import ParamsError, illegal
+from minillm.errors import MinillmError, ParamsError, WeightsError, illegal
 from minillm.model import corpus
 from minillm.model.decoder import Decoder
 from minillm.model.export import export
-from minillm.model.hub import cache_folder, resolve
+from minillm.model.hub import PACKAGED, cache_folder
+from minillm.model.layout import pack_linears
 from minillm.model.muon import Muon
-from minillm.model.train import Progress, Recipe, load_checkpoint, make_batch, rate_factor, save_checkpoint
+from minillm.model.tokenizer import load_tokenizer
+from minillm.model.train import MODELS, Progress, Recipe, load_checkpoint, make_batch, rate_factor, save_checkpoint
 from minillm.model.weights import load_model
+from minillm.speculative.draft_model import check_same_vocabulary
 from minillm.speculative.eagle import EagleHead
+from minillm.speculative.frequent import DraftHead
 from minillm.speculative.heads import heads_path, save_heads
+from minillm.speculative.lessons import LOSSES, RANKS, guessed_right
 from minillm.speculative.medusa import HEADS, MedusaHeads
+from minillm.speculative.own_texts import OwnTexts, Plan, turns_of, write
 
 KINDS = ("medusa", "eagle", "draft")
 RECIPE = Recipe(batch=1024, muon_rate=0.005, adam_rate=0.002, warmup=20, cooldown=0.5)
-SHARE = 4  # Medusa scores every 4th place of a batch: its heads cost a vocabulary each
-RANKS = 8  # guesses a depth whose accuracy is measured
-FADE = 0.8  # a later Medusa head counts less in the loss, as in the paper
+KEPT = 8192  # tokens of a larger vocabulary that may be drafted
 
 
-def kl(target: Tensor, draft: Tensor) -> Tensor:
-    """Mean KL(p, q) in nats of two sets of logits [..., vocab]."""
-    p, q = target.float().log_softmax(-1).flatten(0, -2), draft.float().log_softmax(-1).flatten(0, -2)
-    return F.kl_div(q, p, log_target=True, reduction="batchmean")
-
-
-def medusa_loss(target: Decoder, heads: MedusaHeads, tokens: Tensor, step: int) -> Tensor:
-    """tokens [sequences, time]. Places step % SHARE, + SHARE, ... of each sequence."""
-    count = len(heads.layers)
-    with torch.no_grad():
-        h = target.hidden(tokens)  # [sequences, time, hidden]
-        at = torch.arange(step % SHARE, tokens.shape[1] - count, SHARE)
-        wanted = [target.logits(h[:, at + d]) for d in range(1, count + 1)]  # [sequences, places, vocab] each
-    said = heads(h[:, at])  # [sequences, places, heads, hidden]
-    return sum(FADE**d * kl(wanted[d], target.logits(said[:, :, d])) for d in range(count))
-
-
-def eagle_loss(target: Decoder, head: EagleHead, tokens: Tensor, step: int) -> Tensor:
-    with torch.no_grad():
-        features = target.hidden(tokens)  # [sequences, time, hidden]
-        embedded, wanted = target.embed(tokens[:, 1:]), target.logits(features[:, 1:])
-    positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)  # of the pairs
-    said = head(features[:, :-1], embedded, positions)  # [sequences, time - 1, hidden]
-    below = torch.cat((features[:, :1], said[:, :-1]), 1)  # the draft's own features, one place later
-    again = head(below, embedded, positions)
-    losses = [F.smooth_l1_loss(x, features[:, 1:]) + kl(wanted, target.logits(x)) for x in (said, again)]
-    return losses[0] + losses[1]
-
-
-def draft_loss(target: Decoder, draft: Decoder, tokens: Tensor, step: int) -> Tensor:
-    with torch.no_grad():
-        wanted = target(tokens)
-    return kl(wanted, draft(tokens))
-
-
-LOSSES = {"medusa": medusa_loss, "eagle": eagle_loss, "draft": draft_loss}
-
-
-def make_student(what: str, target: Decoder, seed: int = 0) -> nn.Module:
+def make_student(what: str, target: Decoder, seed: int = 0, vocabulary: Tensor | None = None) -> nn.Module:
+    """vocabulary: sorted ids [kept] of the tokens that heads may draft (None: all)."""
+    if what not in LOSSES:
+        raise ParamsError(illegal("what", what, f"must be one of {', '.join(KINDS)}"))
     torch.manual_seed(seed)
-    if what == "medusa":
-        return MedusaHeads(target.config.hidden_size, HEADS)
+    kept = None if vocabulary is None else len(vocabulary)
     if what == "draft":
-        return load_model("tiny-draft", dtype="float32", device="cpu").requires_grad_(True)
-    head, hidden = EagleHead(target.config), target.config.hidden_size
+        draft = load_model("tiny-draft", dtype="float32", device="cpu").requires_grad_(True)
+        check_same_vocabulary(target.config, draft.config)
+        return draft
+    student = fresh_eagle(target, kept) if what == "eagle" else MedusaHeads(target.config.hidden_size, HEADS, kept)
+    if kept is not None:
+        student.vocabulary.copy_(vocabulary)
+    return student
+
+
+def fresh_eagle(target: Decoder, kept: int | None) -> EagleHead:
+    head, hidden = EagleHead(target.config, kept), target.config.hidden_size
     with torch.no_grad():
         for weight in head.parameters():
             if weight.dim() == 2:
@@ -116,7 +94,7 @@ def run(
     what: str,
     target: Decoder,
     student: nn.Module,
-    sources: dict[str, np.ndarray],
+    sources: dict[str, np.ndarray] | OwnTexts,
     folder: str | Path,
     *,
     recipe: Recipe = RECIPE,
@@ -126,20 +104,29 @@ def run(
     save_every: float = 60.0,
     show: bool = False,
 ) -> Progress:
-    """Train until `tokens` have been seen or `minutes` spent, over all sessions; leave a checkpoint in `folder`."""
+    """Train until `tokens` have been seen or `minutes` spent, over all sessions; leave a checkpoint in `folder`.
+
+    sources: the books' tokens by name, or the texts that the target wrote.
+    """
     if what not in LOSSES:
         raise ParamsError(illegal("what", what, f"must be one of {', '.join(KINDS)}"))
     if (tokens is None) == (minutes is None):
         raise ParamsError("say how long: tokens or minutes, one of them")
+    if own := isinstance(sources, OwnTexts):
+        sources.check_fits(target)
     target.eval().requires_grad_(False)
     optimizers, path = make_optimizers(student, recipe), Path(folder) / "checkpoint.pt"
-    progress = load_checkpoint(path, student, optimizers) if resume else Progress()
+    progress = resumed(path, student, optimizers) if resume else Progress()
+    score = DraftHead(target, getattr(student, "vocabulary", None))
     before, last_save = progress.seconds, time.monotonic()
     began = last_save
     bar = tqdm(total=tokens or round(minutes * 60), unit="tok" if tokens else "s", disable=not show)
     while (done := progress.tokens / tokens if tokens else progress.seconds / (60 * minutes)) < 1:
-        batch, _ = make_batch(sources, progress.step, recipe)  # [sequences, time]
-        loss = LOSSES[what](target, student, batch, progress.step)
+        if own:
+            batch, features = sources.batch(progress.step, recipe.batch, recipe.seed)
+        else:
+            (batch, _), features = make_batch(sources, progress.step, recipe), None  # [sequences, time]
+        loss = LOSSES[what](target, student, batch, progress.step, features, score)
         loss.backward()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -159,29 +146,36 @@ def run(
     return progress
 
 
-@torch.no_grad()
-def guessed_right(what: str, target: Decoder, student: nn.Module, tokens: np.ndarray, time_: int = 256) -> list:
-    """[depth][rank]: how often the guess of that rank is the target's own choice (its likeliest token), given that
-    the text up to there is the text; for EAGLE and a draft model one depth, for Medusa one a head."""
-    rows = torch.from_numpy(np.asarray(tokens[: len(tokens) // time_ * time_], dtype=np.int64)).view(-1, time_)
-    hits, seen = 0, 0
-    for part in rows.split(16):
-        features = target.hidden(part)
-        choice = target.logits(features).argmax(-1)  # [rows, time]: the token after each place
-        if what == "medusa":
-            depth = len(student.layers)
-            guesses = target.logits(student(features[:, :-depth])).topk(RANKS).indices  # [rows, places, heads, ranks]
-            right = torch.stack([choice[:, d : time_ - depth + d] for d in range(1, depth + 1)], -1)
-        elif what == "eagle":
-            positions = torch.arange(time_ - 1).expand(len(part), -1)
-            said = student(features[:, :-1], target.embed(part[:, 1:]), positions)
-            guesses = target.logits(said).topk(RANKS).indices[:, :, None]  # [rows, places, 1, ranks]
-            right = choice[:, 1:, None]
-        else:
-            guesses, right = student(part).topk(RANKS).indices[:, :, None], choice[:, :, None]
-        hits = hits + (guesses == right[..., None]).double().sum((0, 1))  # [depths, ranks]
-        seen += right.shape[0] * right.shape[1]
-    return [[round(float(x), 4) for x in row] for row in hits / seen]
+def resumed(path: Path, student: nn.Module, optimizers: list) -> Progress:
+    """`load_checkpoint`, with an error that says what does not fit."""
+    if not path.is_file():
+        raise ParamsError(f"resume=True: there is no {path} to go on from; start without it")
+    try:
+        return load_checkpoint(path, student, optimizers)
+    except (RuntimeError, KeyError, ValueError) as error:  # another shape, another set of tensors
+        raise WeightsError(
+            f"{path} is of another student: {str(error).splitlines()[0]}; choose another out"
+        ) from error
+
+
+def own_texts(model: str, folder: Path, tokens: int, seed: int, show: bool = True) -> OwnTexts:
+    """The target's own texts in `folder`, written as far as they are missing: chat, or passages of the books."""
+    tokenizer, target = load_tokenizer(model), pack_linears(load_model(model, dtype="float32", device="cpu"))
+    turns, passage = turns_of(tokenizer), None
+    if turns is None:
+        sources = corpus.training_tokens(tokenizer.backend)
+        sources.pop("heldout")
+        names = sorted(sources)
+
+        def passage(rng: np.random.Generator, count: int) -> list[int]:
+            text = sources[names[rng.integers(len(names))]]
+            start = rng.integers(len(text) - count)
+            return [int(token) for token in text[start : start + count]]
+
+    length = min(Plan.length, target.config.max_length)
+    ends = tuple(dict.fromkeys((*target.config.eos_ids, *tokenizer.eos_ids)))
+    plan = Plan(seed=seed, length=length)
+    return write(target, Path(model).name, folder, tokens, plan, turns, passage, ends, show)
 
 
 def main() -> None:
@@ -191,41 +185,79 @@ def main() -> None:
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, help="training time, all sessions together (default: 10)")
     budget.add_argument("--tokens", type=int, help="training tokens, all sessions together")
+    parser.add_argument("--texts", choices=("corpus", "own"), help="default: corpus for tiny, own for other models")
+    parser.add_argument("--write", type=int, default=100_000, help="tokens of own texts (default: %(default)s)")
+    parser.add_argument("--kept", type=int, default=KEPT, help="tokens that heads may draft (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where checkpoints go (default: the cache folder)")
+    parser.add_argument("--out", type=Path, help="where texts and checkpoints go (default: the cache folder)")
     parser.add_argument("--export", type=Path, help="folder for the result (default: the cache folder's heads)")
     parser.add_argument("--resume", action="store_true", help="go on after a stop")
     args = parser.parse_args()
+    try:
+        train(args)
+    except MinillmError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
+    name, kept = Path(args.model).name, None
+    if args.kept < RANKS:
+        raise ParamsError(illegal("kept", args.kept, f"must be at least {RANKS}"))
+    folder = args.out or cache_folder() / "training"
     target = load_model(args.model, dtype="float32", device="cpu")
-    student = make_student(args.what, target)
-    sources = corpus.training_tokens(resolve(args.model))
-    held_out = sources.pop("heldout")
-    folder = args.out or cache_folder() / "training" / f"{Path(args.model).name}-{args.what}"
-    minutes = args.minutes or (None if args.tokens else 10)
+    if args.what == "draft":
+        check_same_vocabulary(
+            target.config, MODELS["tiny-draft"], load_tokenizer(args.model), load_tokenizer("tiny-draft")
+        )
+    if (args.texts or ("corpus" if name in PACKAGED else "own")) == "own":
+        sources = own_texts(args.model, folder / f"{name}-texts", args.write, args.seed)
+        held_out = sources.held_out()
+        if args.kept < target.config.vocab_size and args.what != "draft":
+            kept = sources.frequent(args.kept)
+    else:
+        sources = corpus.training_tokens(load_tokenizer(args.model).backend)
+        held_out = {"tokens": sources.pop("heldout")}
+    student = make_student(args.what, target, args.seed, kept)
     progress = run(
         args.what,
         target,
         student,
         sources,
-        folder,
+        folder / f"{name}-{args.what}",
+        recipe=replace(RECIPE, seed=args.seed),
         tokens=args.tokens,
-        minutes=minutes,
+        minutes=args.minutes or (None if args.tokens else 10),
         resume=args.resume,
         show=True,
     )
     student.bfloat16().float()  # as it is stored
-    accuracy = guessed_right(args.what, target, student, held_out)
+    accuracy = guessed_right(
+        args.what,
+        target,
+        student,
+        held_out["tokens"],
+        features=held_out.get("features"),
+        counted=held_out.get("answer"),
+    )
+    own = isinstance(sources, OwnTexts)
+    texts = "its own answers, held out," if own else "heldout.txt"
     facts = {
-        "target": Path(args.model).name,
+        "target": name,
         "parameters": sum(p.numel() for p in student.parameters()),
         **vars(progress),
+        "seed": args.seed,
         "accuracy": accuracy,
-        "measured": "share of places of heldout.txt where the guess of that rank is the target's likeliest token",
+        "measured": f"share of places of {texts} where the guess of that rank is the target's likeliest token",
     }
+    if own:
+        facts["written"] = sources.tokens
+    if kept is not None:
+        facts |= {"kept": len(kept), "covered": round(float(torch.isin(held_out["tokens"], kept).double().mean()), 4)}
     place = args.export or cache_folder() / "heads"
     if args.what == "draft":
-        export(student, place / f"{facts['target']}-draft-distilled", facts, torch.bfloat16)
+        export(student, place / f"{name}-draft-distilled", facts, torch.bfloat16)
     else:
         save_heads(student, heads_path(args.model, args.what, place), facts)
     print(f"{progress.tokens:,} tokens; the likeliest guess is right at: {[row[0] for row in accuracy]}")
