@@ -11,7 +11,7 @@ from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 from minillm.quant.affine import Scheme, fake_quantize
 from minillm.quant.awq import awq_model, folds, nearest, scale_of, search_clip, search_scale
-from minillm.quant.calibrate import InputStats, output_error
+from minillm.quant.calibrate import InputStats, collect, output_error
 from minillm.quant.gptq import as_method
 from minillm.quant.linear import quantize_model
 
@@ -154,6 +154,17 @@ def test_tiny_loses_less_than_by_rounding(tokens, bits):
     assert sum(result.error for result in results.values()) < sum(r.rtn_error for r in results.values())
     for name, result in results.items():  # the weights in place are on the grid that the result describes
         assert torch.equal(model.get_submodule(name).weight, result.quantized.dequantize())
+
+
+def test_known_moments_save_the_forwards_and_change_nothing(tokens):
+    model, again = (load_model("tiny", "float32", "cpu") for _ in range(2))
+    stats, scheme = collect(again, tokens), Scheme(3, False, "group", 64)
+    for block in again.layers:
+        block.register_forward_pre_hook(lambda *args: pytest.fail("a block was run"))
+    one, other = awq_model(model, tokens, scheme), awq_model(again, tokens, scheme, stats=stats)
+    assert {name: result.alpha for name, result in one.items()} == {name: r.alpha for name, r in other.items()}
+    assert all(result.error == pytest.approx(other[name].error, rel=1e-3) for name, result in one.items())
+    assert torch.allclose(model.layers[5].mlp.down.weight, again.layers[5].mlp.down.weight, atol=1e-3)
 
 
 def test_layer_error_is_that_of_the_function_not_of_the_folded_weight(tokens):

@@ -170,7 +170,7 @@ def test_the_layers_of_a_row_are_those_of_the_method(model, tokens, rows):
 
 def test_chapter_12s_benchmark_gives_each_way_and_each_pair():
     figures = {found.name.removeprefix("gptq_awq."): found for found in bench_gptq_awq(smoke=True)}
-    names = list(ways(3))
+    names = list(ways(3, {}))
     parts = {f"int3.{name}.{part}" for name in names for part in ("ratio", "kl", "top1")}
     parts |= {f"int3.{name}.{part}" for name in names[1:] for part in ("layer_worst", "layer_mean")}
     pairs = [(b, a) for i, a in enumerate(names) for b in names[i + 1 :]]

@@ -20,19 +20,20 @@ from minillm.model.hub import ASSETS, is_available
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
 from minillm.quant.awq import awq_model
+from minillm.quant.calibrate import InputStats, collect
 from minillm.quant.gptq import gptq_model
 from minillm.quant.ungrid import ungrid
 
 LENGTH, WINDOW = 128, 256  # tokens of a calibration sample, and of a window of the text that is judged on
 
 
-def ways(bits: int) -> dict[str, Change]:
-    """What chapter 12 compares, each over all linears but the head."""
+def ways(bits: int, stats: dict[str, InputStats]) -> dict[str, Change]:
+    """What chapter 12 compares, over all linears but the head. stats: the moments of the float model, for AWQ."""
     form = scheme(bits)
     return {
         "rtn": lambda model, text: round_weights(model, form),
         "gptq": lambda model, text: gptq_model(model, text, form, keep=KEEP),
-        "awq": lambda model, text: awq_model(model, text, form, keep=KEEP),
+        "awq": lambda model, text: awq_model(model, text, form, keep=KEEP, stats=stats),
         "gptq_act_order": lambda model, text: gptq_model(model, text, form, act_order=True, keep=KEEP),
     }
 
@@ -63,37 +64,35 @@ def bench_gptq_awq(
     if samples * LENGTH + tokens > len(ids):
         raise NotMeasured(f"the book has {len(ids)} tokens: fewer than {samples * LENGTH} + {tokens}")
     calibration = torch.tensor(ids[: samples * LENGTH], device=decoder.device).view(samples, LENGTH)
+    stats = collect(decoder, calibration, KEEP)
+    changes = {bits: ways(bits, stats) for bits in widths}
+    methods = [Method(f"int{b}.{name}", 12, changes[b][name]) for name in changes[widths[0]] for b in widths]
     about = {"tokens": tokens, "window": WINDOW, "calibration": samples * LENGTH, "group": GROUP}
-    for bits in widths:
-        chosen = [Method(name, 12, change) for name, change in ways(bits).items()]
-        seen: list[Row] = []
-        for row in judge(decoder, ids[-tokens:], calibration, {}, chosen, WINDOW):
-            if bits == widths[0] and not seen:
-                plain = math.exp(row.damage.reference_loss.double().mean().item())
-                yield figure("gptq_awq.float.perplexity", plain, "1", model=model, workload=about)
-            for name, value, unit, spread in parts(row, seen):
-                name = f"gptq_awq.int{bits}.{row.name}{name}"
-                yield figure(name, value, unit, spread=spread, model=model, workload=about)
-            seen.append(row)
+    seen: list[Row] = []
+    for row in judge(decoder, ids[-tokens:], calibration, {}, methods, WINDOW):
+        for name, value, unit, spread in figures_of(row, seen):
+            yield figure(f"gptq_awq.{name}", value, unit, spread=spread, model=model, workload=about)
+        seen.append(row)
 
 
-def parts(row: Row, others: list[Row]) -> Iterator[tuple[str, float, str, tuple[float, float] | None]]:
-    """(end of the name, value, unit, interval) of one row, by itself and less each of the others."""
+def figures_of(row: Row, others: list[Row]) -> Iterator[tuple[str, float, str, tuple[float, float] | None]]:
+    """(name, value, unit, interval) of one row, by itself and less each of the others at its width."""
     damage = row.damage
-    for name, found, unit in (
-        ("ratio", damage.ratio, "x"),
-        ("kl", damage.mean_kl, "nats"),
-        ("top1", damage.agreement, "1"),
-    ):
-        yield f".{name}", found.value, unit, (found.low, found.high)
+    if not others:
+        yield "float.perplexity", math.exp(damage.reference_loss.double().mean().item()), "1", None
+    intervals = {"ratio": (damage.ratio, "x"), "kl": (damage.mean_kl, "nats"), "top1": (damage.agreement, "1")}
+    for part, (found, unit) in intervals.items():
+        yield f"{row.name}.{part}", found.value, unit, (found.low, found.high)
     if row.layers:
         shares = list(row.layers.values())
-        yield ".layer_worst", max(shares), "x", None
-        yield ".layer_mean", sum(shares) / len(shares), "x", None
-    for other in others:
-        for name in ("loss", "kl"):
-            gap = difference(getattr(damage, name), getattr(other.damage, name))
-            yield f"_less_{other.name}.{name}", gap.value, "nats", (gap.low, gap.high)
+        yield f"{row.name}.layer_worst", max(shares), "x", None
+        yield f"{row.name}.layer_mean", sum(shares) / len(shares), "x", None
+    width = row.name.split(".")[0]
+    for other in (each for each in others if each.name.startswith(f"{width}.")):
+        for part in ("loss", "kl"):
+            gap = difference(getattr(damage, part), getattr(other.damage, part))
+            name = f"{row.name}_less_{other.name.removeprefix(f'{width}.')}.{part}"
+            yield name, gap.value, "nats", (gap.low, gap.high)
 
 
 BENCHES: dict[str, Callable[..., Iterator[Figure]]] = {"gptq-awq": bench_gptq_awq}

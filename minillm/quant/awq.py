@@ -142,17 +142,20 @@ def awq_model(
     keep: tuple[str, ...] = ("head",),
     batch: int = 4,
     rounding: bool = True,
+    stats: dict[str, InputStats] | None = None,
 ) -> dict[str, AWQResult]:
     """Fold scales into the model and quantise every linear but those in `keep`, in place. tokens [samples, length].
 
     The moments are those of the model as it was, as in the paper: no linear sees the errors of another.
-    rounding=False: fold the scales and stop, which changes nothing that the model computes.
+    rounding=False: fold the scales and stop, which changes nothing that the model computes. stats: these moments, if
+    `collect(model, tokens)` has them already, for several schemes say: then nothing is run.
     """
     chosen, results = linears(model, keep), {}
-    for name, block, run in walk(model, tokens, batch):
+    known = ((f"layers.{index}", block, None) for index, block in enumerate(model.layers))
+    for name, block, run in walk(model, tokens, batch) if stats is None else known:
         layers = {full: layer for full, layer in chosen.items() if full.startswith(f"{name}.")}
-        stats = gather(layers, run)
-        results |= awq_block(name, block, layers, stats, scheme, grid, clip)
+        seen = gather(layers, run) if stats is None else {full: stats[full] for full in layers}
+        results |= awq_block(name, block, layers, seen, scheme, grid, clip)
     if rounding:  # at the end: until then every block has seen the inputs of the unrounded model
         for full, result in results.items():
             chosen[full].weight.copy_(result.quantized.dequantize())
