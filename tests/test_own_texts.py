@@ -2,6 +2,7 @@
 heads over a part of the vocabulary; students that learn from both; and heads that are loaded from a folder."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from test_tree import make_model
 from minillm import LLM
 from minillm.errors import ParamsError, WeightsError
 from minillm.model.decoder import Decoder, init_weights
+from minillm.model.export import export
+from minillm.model.hub import resolve
 from minillm.model.layout import pack_linears
 from minillm.model.tokenizer import load_tokenizer
 from minillm.model.weights import load_model
@@ -18,7 +21,7 @@ from minillm.quant.named import quantize_by_name
 from minillm.speculative import lessons, train
 from minillm.speculative.eagle import EagleHead
 from minillm.speculative.frequent import DraftHead
-from minillm.speculative.heads import heads_path, save_heads
+from minillm.speculative.heads import heads_path, read_facts, save_heads
 from minillm.speculative.medusa import Medusa, MedusaHeads
 from minillm.speculative.options import SpeculativeOptions
 from minillm.speculative.own_texts import OwnTexts, Plan, Turns, turns_of, write, write_part
@@ -293,6 +296,58 @@ def test_what_does_not_fit_a_run_is_one_error(model, written, tmp_path):
         train.make_student("draft", target)
     with pytest.raises(ParamsError, match="what="):
         train.make_student("lookahead", target)
+
+
+# The command, for a model of one's own.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A little model with tiny's tokenizer and chat template, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("models") / "little"
+    config = make_model(vocab_size=2048, max_length=64, tie_embeddings=True, bos_id=0, eos_ids=(0, 2)).config
+    export(init_weights(Decoder(config), 1), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve("tiny") / name, folder / name)
+    return folder
+
+
+def command(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
+    train.main()
+
+
+@pytest.mark.parametrize("what", ["medusa", "eagle"])
+def test_the_command_writes_trains_and_leaves_heads_that_load(what, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "RECIPE", train.Recipe(batch=640, warmup=1))
+    words = ("--what", what, "--model", folder, "--write", 4096, "--kept", 300, "--tokens", 1280, "--seed", 3)
+    command(monkeypatch, *words, "--out", tmp_path / "out", "--export", tmp_path / "heads")
+    assert "the likeliest guess is right at" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out" / "little-chat" / "about.json").read_text())
+    assert facts["target"] == "little" and facts["turns"] and facts["plan"]["seed"] == 3
+    facts = read_facts(folder, what, tmp_path / "heads")
+    assert (
+        facts["kept"] == 300 and facts["written"] == 4096 and facts["texts"] == "chat" and 0 < facts["covered"] <= 1
+    )
+    llm = LLM(str(folder), device="cpu", speculative={"method": what, "heads": tmp_path / "heads", "adaptive": False})
+    plain = LLM(str(folder), device="cpu")
+    assert llm.generate("She was", greedy(16))[0].token_ids == plain.generate("She was", greedy(16))[0].token_ids
+    assert llm.engine.speculator.stats.drafted
+
+
+def test_what_the_command_cannot_do_it_says_in_one_line(folder, tmp_path, monkeypatch, capsys):
+    for words, said in (
+        (("--what", "medusa", "--model", "nobody"), "unknown model 'nobody'"),
+        (("--what", "medusa", "--model", folder, "--resume", "--tokens", 5, "--write", 4096), "start without it"),
+        (("--what", "medusa", "--model", folder, "--kept", 3), "kept=3"),
+        (("--what", "medusa", "--model", folder, "--write", 0), "write=0"),
+        (("--what", "medusa", "--model", folder, "--minutes", -1), "minutes=-1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command(monkeypatch, *words, "--out", tmp_path / "out", "--export", tmp_path)
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said in error
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 # Heads from a folder.

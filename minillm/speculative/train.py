@@ -4,8 +4,8 @@ Chapter 17. `python -m minillm.speculative.train --what medusa --minutes 6`, and
 `python -m minillm.speculative.train --what medusa --model smollm2-135m`. What is learned stands in `lessons.py`. A
 draft model starts from `tiny-draft`'s weights.
 
-Two kinds of text. "corpus": the books of chapter 00; the target's features are computed batch by batch. "own": what
-the target itself writes (`own_texts.py`), once, its features kept beside the text: the forward of a larger model
+Texts. "corpus": the books of chapter 00; the target's features are computed batch by batch. "chat" and "passages":
+what the target itself writes (`own_texts.py`), once, its features kept beside the text: the forward of a larger model
 costs more than what its heads learn from it. Of a large vocabulary heads draft the most frequent tokens alone
 (`frequent.py`).
 
@@ -43,6 +43,7 @@ from minillm.speculative.medusa import HEADS, MedusaHeads
 from minillm.speculative.own_texts import OwnTexts, Plan, turns_of, write
 
 KINDS = ("medusa", "eagle", "draft")
+TEXTS = ("corpus", "chat", "passages")
 RECIPE = Recipe(batch=1024, muon_rate=0.005, adam_rate=0.002, warmup=20, cooldown=0.5)
 KEPT = 8192  # tokens of a larger vocabulary that may be drafted
 
@@ -158,10 +159,12 @@ def resumed(path: Path, student: nn.Module, optimizers: list) -> Progress:
         ) from error
 
 
-def own_texts(model: str, folder: Path, tokens: int, seed: int, show: bool = True) -> OwnTexts:
-    """The target's own texts in `folder`, written as far as they are missing: chat, or passages of the books."""
-    tokenizer, target = load_tokenizer(model), pack_linears(load_model(model, dtype="float32", device="cpu"))
-    turns, passage = turns_of(tokenizer), None
+def own_texts(model: str, texts: str, folder: Path, tokens: int, seed: int, show: bool = True) -> OwnTexts:
+    """What the target writes, in `folder`, as far as it is missing. texts: "chat", by the model's template, or
+    "passages", of the books, which it goes on with."""
+    tokenizer, turns, passage = load_tokenizer(model), None, None
+    if texts == "chat" and (turns := turns_of(tokenizer)) is None:
+        raise ParamsError(illegal("texts", texts, f"needs a chat template with turns, and {model!r} has none"))
     if turns is None:
         sources = corpus.training_tokens(tokenizer.backend)
         sources.pop("heldout")
@@ -172,6 +175,7 @@ def own_texts(model: str, folder: Path, tokens: int, seed: int, show: bool = Tru
             start = rng.integers(len(text) - count)
             return [int(token) for token in text[start : start + count]]
 
+    target = pack_linears(load_model(model, dtype="float32", device="cpu"))
     length = min(Plan.length, target.config.max_length)
     ends = tuple(dict.fromkeys((*target.config.eos_ids, *tokenizer.eos_ids)))
     plan = Plan(seed=seed, length=length)
@@ -185,8 +189,10 @@ def main() -> None:
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, help="training time, all sessions together (default: 10)")
     budget.add_argument("--tokens", type=int, help="training tokens, all sessions together")
-    parser.add_argument("--texts", choices=("corpus", "own"), help="default: corpus for tiny, own for other models")
-    parser.add_argument("--write", type=int, default=100_000, help="tokens of own texts (default: %(default)s)")
+    parser.add_argument(
+        "--texts", choices=TEXTS, help="default: corpus for tiny; else chat, passages where there is no chat template"
+    )
+    parser.add_argument("--write", type=int, default=100_000, help="tokens the target writes (default: %(default)s)")
     parser.add_argument("--kept", type=int, default=KEPT, help="tokens that heads may draft (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -201,18 +207,22 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
     name, kept = Path(args.model).name, None
-    if args.kept < RANKS:
-        raise ParamsError(illegal("kept", args.kept, f"must be at least {RANKS}"))
+    for argument, least in (("kept", RANKS), ("write", 1), ("minutes", 0), ("tokens", 1), ("threads", 1)):
+        value = getattr(args, argument)
+        if value is not None and value < least:
+            raise ParamsError(illegal(argument, value, f"must be at least {least}"))
+    torch.set_num_threads(args.threads)
     folder = args.out or cache_folder() / "training"
     target = load_model(args.model, dtype="float32", device="cpu")
     if args.what == "draft":
         check_same_vocabulary(
             target.config, MODELS["tiny-draft"], load_tokenizer(args.model), load_tokenizer("tiny-draft")
         )
-    if (args.texts or ("corpus" if name in PACKAGED else "own")) == "own":
-        sources = own_texts(args.model, folder / f"{name}-texts", args.write, args.seed)
+    usual = "corpus" if name in PACKAGED else "chat" if turns_of(load_tokenizer(args.model)) else "passages"
+    texts = args.texts or usual
+    if texts != "corpus":
+        sources = own_texts(args.model, texts, folder / f"{name}-{texts}", args.write, args.seed)
         held_out = sources.held_out()
         if args.kept < target.config.vocab_size and args.what != "draft":
             kept = sources.frequent(args.kept)
@@ -242,14 +252,15 @@ def train(args: argparse.Namespace) -> None:
         counted=held_out.get("answer"),
     )
     own = isinstance(sources, OwnTexts)
-    texts = "its own answers, held out," if own else "heldout.txt"
+    read = "its own answers, held out," if own else "heldout.txt"
     facts = {
         "target": name,
         "parameters": sum(p.numel() for p in student.parameters()),
         **vars(progress),
         "seed": args.seed,
+        "texts": texts,
         "accuracy": accuracy,
-        "measured": f"share of places of {texts} where the guess of that rank is the target's likeliest token",
+        "measured": f"share of places of {read} where the guess of that rank is the target's likeliest token",
     }
     if own:
         facts["written"] = sources.tokens
