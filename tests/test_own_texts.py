@@ -162,11 +162,18 @@ def test_batches_leave_out_the_first_part_and_tokens_keep_their_features(model, 
     assert len(seen) > 8
 
 
-def test_frequent_tokens_are_counted(written):
-    every = torch.cat([part.get_tensor("tokens") for part in written.parts[1:]]).flatten().tolist()
-    order = sorted(range(61), key=lambda token: (-every.count(token), token))
+def test_frequent_tokens_are_counted_where_they_stand_and_where_they_could(written):
+    target, size = make_model().float(), PLAN.rows * PLAN.length
+    counts = torch.zeros(61, dtype=torch.float64)
+    for part in written.parts[1:]:
+        for place, token in enumerate(part.get_tensor("tokens").flatten().tolist()):
+            counts[token] += 1
+            if place % (3 * size // 100) == 0:
+                h = part.get_tensor("features").flatten(0, 1)[place].float()
+                counts += target.logits(h).detach().softmax(-1).double()
+    order = sorted(range(61), key=lambda token: -counts[token])
     for count in (1, 10, 61):
-        assert written.frequent(count).tolist() == sorted(order[:count])
+        assert written.frequent(count, target.logits, places=100).tolist() == sorted(order[:count])
 
 
 # A head over a part of the vocabulary.

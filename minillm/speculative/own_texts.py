@@ -217,11 +217,20 @@ class OwnTexts:
         kinds = {"tokens": torch.long, "features": torch.float32, "answer": torch.bool}
         return {name: part.get_tensor(name).to(kind) for name, kind in kinds.items()}
 
-    def frequent(self, count: int) -> Tensor:
-        """The `count` most frequent token ids of what is trained on, sorted [count]; of equals the lowest ids."""
-        counts = torch.zeros(self.about["vocab_size"], dtype=torch.long)
+    @torch.inference_mode()
+    def frequent(self, count: int, logits: Callable[[Tensor], Tensor], places: int = 2048) -> Tensor:
+        """The `count` most frequent token ids of what is trained on, sorted [count].
+
+        A text of 100,000 tokens holds but a few thousand different ones. So a token is counted where it stands, and
+        with its probability where it could have stood: at `places` places, evenly spread, by the target's logits.
+        """
+        counts = torch.zeros(self.about["vocab_size"], dtype=torch.float64)
+        every = max(1, (self.tokens - self.rows * self.length) // places)
         for part in self.parts[1:]:
             counts += part.get_tensor("tokens").flatten().long().bincount(minlength=len(counts))
+            features = part.get_tensor("features").flatten(0, 1)[::every].float()  # [places of this part, hidden]
+            for some in features.split(64):
+                counts += logits(some).softmax(-1).sum(0, dtype=torch.float64)
         return counts.sort(descending=True, stable=True).indices[:count].sort().values
 
 

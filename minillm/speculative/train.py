@@ -225,7 +225,7 @@ def train(args: argparse.Namespace) -> None:
         sources = own_texts(args.model, texts, folder / f"{name}-{texts}", args.write, args.seed)
         held_out = sources.held_out()
         if args.kept < target.config.vocab_size and args.what != "draft":
-            kept = sources.frequent(args.kept)
+            kept = sources.frequent(args.kept, target.logits).clone()
     else:
         sources = corpus.training_tokens(load_tokenizer(args.model).backend)
         held_out = {"tokens": sources.pop("heldout")}
