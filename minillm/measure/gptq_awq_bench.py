@@ -2,7 +2,7 @@
 
 Chapter 12. smollm2-135m with its weights off the 4-bit grid of the offline file (`quant/ungrid.py`), calibrated on
 the beginning of the held-out book and judged on its end. Groups have 64 weights: the papers' 128 do not divide the
-576 inputs of its linears. It takes about half an hour of one CPU thread. The figures are no times.
+576 inputs of its linears. It takes about a quarter of an hour of one CPU thread. The figures are no times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ways(bits: int, stats: dict[str, InputStats]) -> dict[str, Change]:
 def bench_gptq_awq(
     model: str = "smollm2-135m",
     widths: tuple[int, ...] = (4, 3, 2),
-    samples: int = 64,
+    samples: int = 32,
     tokens: int = 2048,
     repeats: int = 1,
     smoke: bool = False,

@@ -51,6 +51,7 @@ PLAN: tuple[tuple[str, float, dict], ...] = (
     ("prefix", 30, {"repeats": 3}),
     ("speculative", 80, SPECULATIVE),
     ("scheduler", 10, {"repeats": 1}),
+    ("gptq-awq", 90, {"widths": (3,)}),
     ("checks", 150, {}),
     ("attention-hopper", 40, {"repeats": 3}),
 )
