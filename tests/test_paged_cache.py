@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from minillm.cache import paged
+from minillm.cache import paged_plan
 from minillm.cache.block_pool import BlockPool, BlockTable
 from minillm.cache.contiguous import ContiguousCache
-from minillm.cache.paged import BATCH_SPREAD, BATCH_TOKENS, PagedCache, PagedStep, batches, cache_bytes
+from minillm.cache.paged import PagedCache, PagedStep, cache_bytes
+from minillm.cache.paged_plan import BATCH_SPREAD, BATCH_TOKENS, batches
 from minillm.errors import ParamsError
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
@@ -100,7 +101,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("seed", range(8))
 def test_any_mix_of_chunks_and_decodes_equals_each_request_alone(seed, block_size, monkeypatch):
     rng = random.Random(seed * 100 + block_size)
-    monkeypatch.setattr(paged, "BATCH_SPREAD", rng.choice((0.0, 0.0, BATCH_SPREAD)))  # 0: any lengths together
+    monkeypatch.setattr(paged_plan, "BATCH_SPREAD", rng.choice((0.0, 0.0, BATCH_SPREAD)))  # 0: any lengths together
     counts = rng.choice(((0, 1, 1, 1), (0, 1, 1, 1, 1, 1, 2, 9), (1, 2, 9, 99)))
     model = make_model(seed, **random_config(rng))
     texts = [
@@ -223,7 +224,7 @@ def test_padding_tokens_get_zeros_whatever_the_pool_holds():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_broken_request_poisons_nobody_else(softcap, monkeypatch):
     """One request's K and V are NaN; the others, in the same batch, and in blocks it used before, do not notice."""
-    monkeypatch.setattr(paged, "BATCH_SPREAD", 0.0)
+    monkeypatch.setattr(paged_plan, "BATCH_SPREAD", 0.0)
     model, rng = make_model(dtype=torch.float32, attention_softcap=softcap), random.Random(4)
     run = Packed(model, 12, 4, rng)
     bad, good = BlockTable(4), BlockTable(4)

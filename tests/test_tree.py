@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from minillm.cache import paged_plan
 from minillm.cache.block_pool import BlockPool, BlockTable, blocks_for
 from minillm.cache.paged import PagedCache, PagedStep
 from minillm.errors import ParamsError
@@ -104,6 +105,99 @@ def test_one_forward_over_a_tree_equals_a_run_of_each_path(changes, attention):
         text = [*prompt, parts[1][0][0], *(draft.tokens[n] for n in path), 7]
         (after,) = forward([([7], [len(text) - 1], table, None)])
         torch.testing.assert_close(after[0], model(torch.tensor([text]))[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def places_of(draft, start):
+    return [start, *(start + depth for depth in draft.depths())]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_mix_of_trees_chains_decodes_and_chunks_equals_each_alone(seed, monkeypatch):
+    """Many requests in one step, several with as many drafted tokens; blocks in no order, and NaN in all that nobody
+    wrote. Each row says what its own path says, run by itself."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(paged_plan, "BATCH_SPREAD", rng.choice((0.0, paged_plan.BATCH_SPREAD)))
+    monkeypatch.setattr(paged_plan, "SHORT", rng.choice((1, 6, paged_plan.SHORT)))
+    windows, softcap = rng.choice([(), (5, None), (3, 3)]), rng.choice([None, None, 2.0])
+    heads = rng.choice((1, 2, 4))
+    model = make_model(windows=windows, attention_softcap=softcap, num_kv_heads=heads)
+    size, attention = rng.choice((1, 4, 16)), rng.choice(("naive", "sdpa"))
+    pool = BlockPool(12 * blocks_for(96, size), size)
+    blocks = pool.allocate(pool.num_blocks)
+    rng.shuffle(blocks)
+    pool.free(blocks)
+    cache = PagedCache(model.config, pool.num_blocks, size, model.dtype, attention=attention)
+    cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))
+    sizes = [rng.randint(1, 9) for _ in range(2)]  # of drafts: few, so that some are equal
+    requests = []
+    for _ in range(rng.choice((1, 3, 9))):
+        text, table = [rng.randrange(61) for _ in range(rng.randint(1, 40))], BlockTable(size)
+        kind = rng.choice(("decode", "chain", "tree", "tree", "chunk", "prompt"))
+        known = 0 if kind == "prompt" else rng.randrange(len(text)) if kind == "chunk" else len(text) - 1
+        nodes = {"chain": rng.choice(sizes), "tree": rng.choice(sizes)}.get(kind, 0)
+        draft = random_tree(rng, nodes)
+        draft = Draft(draft.tokens) if kind == "chain" else draft
+        requests.append((text, known, draft, table))
+
+    def forward(parts, padding=0):
+        """parts: (table, its length before, tokens, positions, mask or None) -> logits of each."""
+        slots = [s for table, start, tokens, *_ in parts for s in table.slots(start, len(tokens))] + [-1] * padding
+        widest = max(len(part[0].blocks) for part in parts)
+        tables = torch.tensor([part[0].blocks + [0] * (widest - len(part[0].blocks)) for part in parts])
+        flat = torch.tensor([t for part in parts for t in part[2]] + [0] * padding)
+        positions = torch.tensor([p for part in parts for p in part[3]] + [0] * padding)
+        lengths = [len(part[2]) for part in parts]
+        masks = {i: part[4] for i, part in enumerate(parts) if part[4] is not None}
+        kv = [part[1] + len(part[2]) for part in parts]
+        cache.begin(PagedStep(torch.tensor(slots), tables, lengths, kv, positions, masks))
+        return model(flat, positions, cache)[: sum(lengths)].split(lengths)
+
+    with torch.no_grad():
+        first = []
+        for text, known, _, table in requests:
+            table.append(pool, known)
+            if known:
+                first.append((table, 0, text[:known], range(known), None))
+        if first:
+            forward(first)
+        parts = []
+        for text, known, draft, table in requests:
+            tokens = text[known:] + draft.tokens
+            table.append(pool, len(tokens))
+            places = [*range(known, len(text) - 1), *places_of(draft, len(text) - 1)]
+            mask = None if draft.is_chain else tree_mask(draft, len(text) - known)
+            parts.append((table, known, tokens, places, mask))
+        for (text, known, draft, _), logits in zip(requests, forward(parts, rng.choice((0, 3)))):
+            own = model(torch.tensor([text]))[0, known:]
+            torch.testing.assert_close(logits[: len(own)], own, rtol=1e-4, atol=1e-4)
+            for node in range(len(draft)):
+                alone = model(torch.tensor([[*text, *(draft.tokens[n] for n in draft.path(node))]]))[0, -1]
+                torch.testing.assert_close(logits[len(own) + node], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_as_many_tokens_are_attended_together():
+    """Five requests: two decodes, two chains and a tree of three tokens each, and one prompt: three calls."""
+    new, kv = [1, 3, 3, 1, 3, 40], [30, 32, 31, 31, 33, 60]
+    starts = [sum(new[:i]) for i in range(len(new))]
+    step = PagedStep(
+        torch.arange(sum(new)),
+        torch.zeros(6, 4, dtype=torch.long),
+        new,
+        kv,
+        torch.cat([torch.arange(b - a, b) for a, b in zip(new, kv)]),
+        {4: tree_mask(Draft([1, 2], [-1, -1]))},
+    )
+    parts = paged_plan.plan(step, None, torch.zeros(sum(new), 4, 8), 2, 16)
+    rows = [
+        sorted(p.rows.tolist()) if isinstance(p, paged_plan.Batch) else list(range(p.start, p.end)) for p in parts
+    ]
+    assert sorted(rows) == sorted(
+        [
+            [starts[0], starts[3]],
+            sorted(starts[i] + t for i in (1, 2, 4) for t in range(3)),
+            list(range(starts[5], starts[5] + 40)),
+        ]
+    )
 
 
 def all_shapes(depths, ranks, nodes):

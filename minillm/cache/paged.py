@@ -6,74 +6,30 @@ tokens of many requests packed in a row, some one token long (decode), some a ch
 
 Bytes: 2 x layers x blocks x block_size x kv_heads x head_dim x bytes per element, whatever the requests do.
 
-Reading is a gather: the slots of a request are collected, then attended. What every layer needs for that (which
-slots, which mask) is worked out once a step. Decodes are attended in batches of similar lengths: padding to the
-longest of all would make the short ones as slow as the longest, one by one would launch a kernel for each.
+Reading is a gather: the slots of a request are collected, then attended. What every layer needs for that (who is
+attended with whom, which slots, which mask) is worked out once a step, in `paged_plan`.
 Chapter 09 reads without a gather: with attention="triton" the kernels of `paged_kernel` do both, store and attend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.cache.paged_kernel import KernelReader, choose_attention
+from minillm.cache.paged_plan import Batch, Chunk, PagedStep, plan
 from minillm.errors import ParamsError, illegal
 from minillm.model.attention import LayerInfo, attention, naive_attention, visible
 from minillm.model.config import ModelConfig
-
-BATCH_TOKENS = 2048  # of one gathered batch of decodes on a CPU: more would leave its cache before it is attended
-BATCH_SPREAD = 0.75  # the shortest of a batch is at least this long, as a part of the longest
 
 
 def cache_bytes(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of K and V of this many blocks, all layers."""
     slots = num_blocks * block_size
     return 2 * config.num_layers * slots * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-@dataclass
-class PagedStep:
-    """One forward's tokens: requests one after another, then padding, if any.
-
-    slot_mapping: [tokens] int64, the slot each token's K and V go to; -1: padding, not written.
-    block_tables: [requests, max_blocks] int64, padded with 0.
-    query_lengths: tokens of each request in this step. kv_lengths: tokens each has in all, this step's included.
-    positions: [tokens] int64.
-    masks: of a request whose tokens are a tree, [its tokens, its tokens]: True where a row may look (chapter 17).
-    """
-
-    slot_mapping: Tensor
-    block_tables: Tensor
-    query_lengths: list[int]
-    kv_lengths: list[int]
-    positions: Tensor
-    masks: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Batch:
-    """Decodes attended together. Where a request is shorter than the batch, its last slot is repeated and masked:
-    a request reads no slot but its own, so not even NaN in a neighbour's reaches it."""
-
-    rows: Tensor  # [n] places in the packed tokens
-    slots: Tensor  # [n * length]
-    mask: Tensor | None  # [n, 1, 1, length], True where there is a token; None: everywhere
-    bias: Tensor | None  # the same as 0 and -inf
-
-
-@dataclass
-class Chunk:
-    """One request's stretch of two or more query tokens."""
-
-    start: int
-    end: int
-    slots: Tensor | None  # [kv length]; None: the step brings all of the request's tokens, nothing needs reading
-    mask: Tensor | None = None  # [time, kv length], if it is a tree
 
 
 class PagedCache:
@@ -143,11 +99,12 @@ class PagedCache:
         self._write(keys, k)
         self._write(values, v)
         if layer.window not in self._plans:
-            self._plans[layer.window] = self._plan(layer.window, q)
-        out = q.new_zeros(q.shape) if self._padded else torch.empty_like(q, memory_format=torch.contiguous_format)
+            self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size)
+        padded = sum(self.step.query_lengths) < len(q)
+        out = q.new_zeros(q.shape) if padded else torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self._plans[layer.window]:
             if isinstance(part, Batch):
-                out.index_copy_(0, part.rows, self._decode(layer, q.index_select(0, part.rows), keys, values, part))
+                out.index_copy_(0, part.rows, self._together(layer, q.index_select(0, part.rows), keys, values, part))
             else:
                 out[part.start : part.end] = self._prefill(layer, q, k, v, keys, values, part)
         return out
@@ -189,64 +146,20 @@ class PagedCache:
         new = new if self._kept is None else new.index_select(0, self._kept)
         stored.index_copy_(0, self._targets, new.to(stored.dtype))
 
-    def _plan(self, window: int | None, q: Tensor) -> list[Batch | Chunk]:
-        step, parts, decodes, start = self.step, [], [], 0
-        for request, (new, length) in enumerate(zip(step.query_lengths, step.kv_lengths)):
-            first = 0 if window is None else max(0, length - new - window + 1)  # the oldest token any query sees
-            if new == 1:
-                decodes.append((length - first, start, request))
-            elif new:
-                slots = None if new == length else self._slots([request], [first], [length], length - first)
-                tree = self._tree_mask(request, start, first, window) if request in step.masks else None
-                parts.append(Chunk(start, start + new, slots, tree))
-            start += new
-        self._padded = start < len(q)
-        return parts + [self._batch(group, q) for group in batches(decodes, q.is_cuda)]
-
-    def _tree_mask(self, request: int, start: int, first: int, window: int | None) -> Tensor:
-        """[new, kv length]: what is stored from token `first` on, then the tree's own; as far as a window goes."""
-        own, new = self.step.masks[request], self.step.query_lengths[request]
-        stored = torch.arange(first, self.step.kv_lengths[request] - new, device=own.device)
-        query = self.step.positions[start : start + new, None]  # [new, 1]
-        key = torch.cat((stored, query[:, 0]))  # [kv length]
-        mask = torch.cat((own.new_ones(new, len(stored)), own), 1)  # [new, kv length]
-        return mask if window is None else mask & (key > query - window)
-
-    def _batch(self, group: list[tuple[int, int, int]], q: Tensor) -> Batch:
-        ends = [self.step.kv_lengths[request] for _, _, request in group]
-        seen = [length for length, _, _ in group]
-        longest = max(seen)
-        slots = self._slots([r for _, _, r in group], [e - s for e, s in zip(ends, seen)], ends, longest)
-        rows = torch.tensor([row for _, row, _ in group], device=q.device)
-        if min(seen) == longest:
-            return Batch(rows, slots, None, None)
-        mask = torch.arange(longest, device=q.device) < torch.tensor(seen, device=q.device).unsqueeze(
-            -1
-        )  # [n, length]
-        mask = mask[:, None, None]  # [n, 1, 1, length]
-        return Batch(rows, slots, mask, torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf")))
-
-    def _slots(self, requests: list[int], starts: list[int], ends: list[int], length: int) -> Tensor:
-        """Slots of tokens starts[i] .. ends[i] - 1 of each request, the last repeated up to `length`, flattened."""
-        tables = self.step.block_tables
-        rows, starts, ends = (torch.tensor(x, device=tables.device).unsqueeze(-1) for x in (requests, starts, ends))
-        places = torch.minimum(starts + torch.arange(length, device=tables.device), ends - 1)  # [n, length]
-        blocks = tables[rows, places // self.block_size]  # [n, length]
-        return (blocks * self.block_size + places % self.block_size).flatten()
-
-    def _decode(self, layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
-        """q [n, heads, dim]. The query heads that share a KV head see the same keys: they go in as that head's
-        queries, so a key is read once, not once a query head."""
-        q = q.unflatten(1, (keys.shape[1], -1))  # [n, kv_heads, group, dim]
-        k, v = (
-            self._gather(x, batch.slots, q.dtype).unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values)
-        )
+    def _together(self, layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+        """q [n * time, heads, dim] -> the same. The query heads that share a KV head see the same keys: they go in as
+        that head's queries, so a key is read once, not once a query head."""
+        n, kv_heads, time = len(q) // batch.time, keys.shape[1], batch.time
+        k, v = (self._gather(x, batch.slots, q.dtype).unflatten(0, (n, -1)).transpose(1, 2) for x in (keys, values))
         # k, v: [n, kv_heads, length, dim]
+        q = q.view(n, time, kv_heads, -1, q.shape[-1]).movedim(1, 3)  # [n, kv_heads, group, time, dim]
+        group, q = q.shape[2], q.flatten(2, 3)  # [n, kv_heads, group * time, dim]
         if layer.softcap is None and self.attention == "sdpa":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.bias, scale=layer.scale)
         else:
             out = naive_attention(q, k, v, batch.mask, layer.scale, layer.softcap)
-        return out.flatten(1, 2)  # [n, heads, dim]
+        out = out.unflatten(2, (group, time)).movedim(3, 1)  # [n, time, kv_heads, group, dim]
+        return out.flatten(2, 3).flatten(0, 1)  # [n * time, heads, dim]
 
     def _prefill(
         self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, chunk: Chunk
@@ -255,9 +168,7 @@ class PagedCache:
         if chunk.slots is not None:
             k, v = (self._gather(x, chunk.slots, q.dtype) for x in (keys, values))  # [length, kv_heads, dim]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, time or length, dim]
-        if chunk.mask is not None:
-            out = naive_attention(q, k, v, chunk.mask, layer.scale, layer.softcap)
-        elif self.attention == "sdpa":
+        if self.attention == "sdpa":
             out = attention(q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
         else:
             mask = visible(q.shape[2], k.shape[2], layer.window, device=q.device)
@@ -267,17 +178,3 @@ class PagedCache:
     @staticmethod
     def _gather(stored: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.index_select(0, slots).to(dtype)  # [slots asked for, kv_heads, dim]
-
-
-def batches(decodes: list[tuple[int, int, int]], whole: bool) -> list[list[tuple[int, int, int]]]:
-    """Decodes (length, row, request) in groups of similar length. whole: in one group, for a device where launches
-    cost more than padding."""
-    groups: list[list[tuple[int, int, int]]] = []
-    for decode in sorted(decodes, reverse=True):
-        group = groups[-1] if groups else None
-        longest = group[0][0] if group else 0
-        if group and (whole or (decode[0] >= BATCH_SPREAD * longest and (len(group) + 1) * longest <= BATCH_TOKENS)):
-            group.append(decode)
-        else:
-            groups.append([decode])
-    return groups

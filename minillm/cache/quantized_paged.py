@@ -31,7 +31,8 @@ from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool, blocks_for
 from minillm.cache.kv_format import KVFormat, Parts, attend_masked, kv_format, sees
-from minillm.cache.paged import PagedStep, batches, cache_bytes
+from minillm.cache.paged import cache_bytes
+from minillm.cache.paged_plan import SHORT, PagedStep, batches
 from minillm.cache.recent import RecentBlocks
 from minillm.errors import ParamsError, illegal
 from minillm.model.attention import LayerInfo
@@ -155,9 +156,13 @@ class QuantizedPagedCache:
 
         self._old, self._full, self._kept, self._kept_from = map(tensor, (old, full, kept, kept_from))
         self._full_from = tensor([flat(places) for places in full_from]).view(-1, size)
-        decodes = [(length, i, i) for i, (_, new, length, *_) in enumerate(spans) if new == 1]
-        groups = [[i] for i, (_, new, *_) in enumerate(spans) if new > 1]
-        groups += [[i for _, i, _ in group] for group in batches(decodes, device.type == "cuda")]
+        groups = [[i] for i, (_, new, *_) in enumerate(spans) if new > SHORT]
+        short: dict[int, list[tuple[int, int, int]]] = {}  # decodes and drafts, by their number of tokens
+        for i, (_, new, length, *_) in enumerate(spans):
+            if new <= SHORT:
+                short.setdefault(new, []).append((length, i, i))
+        for some in short.values():
+            groups += [[i for _, i, _ in group] for group in batches(some, device.type == "cuda")]
         self._groups = [self._group([spans[i] for i in group], flat, tensor) for group in groups]
         if not self.form.residual:
             written = step.slot_mapping >= 0
