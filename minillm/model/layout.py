@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minillm.model.decoder import Decoder, replace_linears
 
 SLICE_ELEMENTS = 1 << 20  # weights that are float32 at one time: 4 MB, less than a last-level cache
+PACKED_FOR = 64  # rows that oneDNN chooses an order for; the one for 1 row takes up to twice as long from 2 rows on
 FEW_ROWS = 5  # up to here torch's row-at-a-time product takes less time than a conversion would
 
 # What oneDNN can multiply, and the operator that says whether this processor has instructions for it (None: all do).
@@ -36,7 +37,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), PACKED_FOR)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
