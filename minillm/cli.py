@@ -134,6 +134,9 @@ def bench(
     as_json: JsonOption = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="smallest sizes; gpu: on a CPU too")] = False,
     out: Annotated[Path | None, typer.Option(help="gpu: the file to write")] = None,
+    peer_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="throughput: a Python that has openvino-genai, optimum-intel")
+    ] = None,
 ) -> None:
     """Run a benchmark beside its peers and print its records."""
     import inspect
@@ -147,10 +150,17 @@ def bench(
     if name not in benches:
         raise stop(f"NAME={name!r}: must be one of {', '.join(benches)}, gpu")
     settings: dict = {"repeats": repeats}
+    known = inspect.signature(benches[name]).parameters
     if smoke:
-        if "smoke" not in inspect.signature(benches[name]).parameters:
+        if "smoke" not in known:
             raise stop(f"--smoke: {name} has no smoke mode")
         settings["smoke"] = True
+    if peer_python is not None:
+        if "peer_python" not in known:
+            raise stop(f"--peer-python: {name} has no peer in another Python")
+        settings["peer_python"] = peer_python
+    if "say" in known:
+        settings["say"] = lambda line: typer.echo(line, err=True)
     figures = []
     try:
         for figure in benches[name](**settings):
