@@ -417,8 +417,13 @@ def real_model(tokens, asked, names):
     return real, voice, ids, ids[-tokens:], tasks
 
 
+CALIBRATED = {"rtn": "nearest", "gptq_act_order": "GPTQ, act-order", "awq": "AWQ"}
 kl = recorded("damage.int4_gptq.kl")
 print(f"recorded on a GPU, smollm2-135m: KL of INT4 GPTQ {kl}, of INT4 {recorded('damage.int4.kl')}")
+for bits in (4, 3, 2):
+    known = {name: recorded(f"gptq_awq.int{bits}.{way}.kl") for way, name in CALIBRATED.items()}
+    shown_kl = ", ".join(f"{name} {found.value:.3f}" for name, found in known.items() if found)
+    print(f"recorded by minillm bench gptq-awq, smollm2-135m, KL at {bits} bits: {shown_kl or 'not measured'}")
 smollm2 = None
 if not is_available("smollm2-135m"):
     print("smollm2-135m is not here: minillm pull smollm2-135m")
