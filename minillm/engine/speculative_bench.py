@@ -1,8 +1,9 @@
 """`minillm bench speculative`: tokens/s with drafts against the same engine without, proposer by proposer.
 
-Chapter 16. Same weights, same requests, in alternation; greedy tokens are compared before anything is timed. Three
-questions: what each proposer gives at batch 1, greedy and sampled; how the gain fades as the batch grows; and what
-prompt lookup gives a real model where the answer copies its prompt.
+Chapter 16. Same weights, same requests, in alternation; greedy tokens are compared before anything is timed. Four
+questions: what each proposer gives at batch 1, greedy and sampled; how the gain fades as the batch grows; what prompt
+lookup gives a real model where the answer copies its prompt; and what it gives in a chat, beside the heads that were
+trained for that model, if there are any here (`python -m minillm.speculative.train`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from minillm.measure.records import Figure, figure
 from minillm.model.hub import is_available
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
-from minillm.model.tokenizer import load_tokenizer
+from minillm.model.tokenizer import Tokenizer, load_tokenizer
 from minillm.model.weights import load_model
+from minillm.speculative.heads import heads_path
 from minillm.speculative.make import make_lengths, make_proposer
-from minillm.speculative.options import SpeculativeOptions
+from minillm.speculative.options import WITH_HEADS, SpeculativeOptions
 
 PREDICTABLE = (  # the beginnings of texts that repeat themselves, as the books of `tiny` do
     "And Enosh lived ninety years, and became the father of Kenan. Enosh lived after he became the father of Kenan",
@@ -36,6 +38,11 @@ COPY = (
     "The ship left the harbour at six in the morning with a cargo of salt, rope and forty barrels of oil. Its "
     "captain, a quiet man from Bristol, had made the same journey eleven times and expected no trouble "
     "before the islands."
+)
+CHAT = (
+    "What is the capital of France, and what is it known for?",
+    "Give me three tips for learning to cook.",
+    "Explain in simple words why the sky is blue.",
 )
 PROPOSERS = ("ngram", "tiny-draft", "self-int8", "self-int4", "exit-3", "medusa", "eagle")
 
@@ -51,7 +58,8 @@ def bench_speculative(
     smoke: bool = False,
 ) -> Iterator[Figure]:
     """speculative.MODEL.PROPOSER.tT.ratio, .acceptance, .tokens_per_call; .adaptive.ratio; speculative.MODEL.batchN.
-    ratio; speculative.REAL.copy.ratio, .tokens_per_call."""
+    ratio; speculative.REAL.copy.ratio, .tokens_per_call; speculative.REAL.chat.PROPOSER.ratio, .acceptance,
+    .tokens_per_call, .adaptive.ratio."""
     if smoke:
         proposers, temperatures, batches, tokens, repeats = ("ngram", "tiny-draft"), (0.0,), (1, 2), 12, 1
     target = pack_linears(load_model(model))
@@ -75,11 +83,21 @@ def bench_speculative(
     if not is_available(real):
         raise NotMeasured(f"{real} is not on this machine: run minillm pull {real}")
     target, tokenizer = pack_linears(load_model(real)), load_tokenizer(real)
-    asked = [{"role": "user", "content": f"Repeat this text, word for word:\n\n{COPY}"}]
-    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-    prompts = [tokenizer.encode(text, add_special_tokens=False)]
+    prompts = [ask(tokenizer, f"Repeat this text, word for word:\n\n{COPY}")]
     options = SpeculativeOptions("ngram", num_tokens=8)
     yield from compare(f"speculative.{real}.copy", real, target, options, prompts, 1, 56, repeats, 0.0)
+    prompts = [ask(tokenizer, question) for question in CHAT]
+    tree = target.device.type != "cpu"  # a CPU's forward over a tree of 12 costs several steps
+    for method in ("ngram", *(kind for kind in WITH_HEADS if heads_path(real, kind).is_file())):
+        for name, adaptive in (("", False), (".adaptive", True)):
+            options = SpeculativeOptions(method, num_tokens=2, adaptive=adaptive, tree=tree)
+            prefix = f"speculative.{real}.chat.{method}{name}"
+            yield from compare(prefix, real, target, options, prompts, 1, 48, repeats, 0.0)
+
+
+def ask(tokenizer: Tokenizer, question: str) -> list[int]:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def compare(prefix, name, target, options, prompts, batch, tokens, repeats, temperature) -> Iterator[Figure]:

@@ -46,6 +46,7 @@ KINDS = ("medusa", "eagle", "draft")
 TEXTS = ("corpus", "chat", "passages")
 RECIPE = Recipe(batch=1024, muon_rate=0.005, adam_rate=0.002, warmup=20, cooldown=0.5)
 KEPT = 8192  # tokens of a larger vocabulary that may be drafted
+OWN = 2  # batches of own texts are larger: the features are there, and Muon's step costs as much as 1000 tokens' loss
 
 
 def make_student(what: str, target: Decoder, seed: int = 0, vocabulary: Tensor | None = None) -> nn.Module:
@@ -229,14 +230,14 @@ def train(args: argparse.Namespace) -> None:
     else:
         sources = corpus.training_tokens(load_tokenizer(args.model).backend)
         held_out = {"tokens": sources.pop("heldout")}
-    student = make_student(args.what, target, args.seed, kept)
+    student, own = make_student(args.what, target, args.seed, kept), isinstance(sources, OwnTexts)
     progress = run(
         args.what,
         target,
         student,
         sources,
         folder / f"{name}-{args.what}",
-        recipe=replace(RECIPE, seed=args.seed),
+        recipe=replace(RECIPE, seed=args.seed, batch=RECIPE.batch * (OWN if own else 1)),
         tokens=args.tokens,
         minutes=args.minutes or (None if args.tokens else 10),
         resume=args.resume,
@@ -251,7 +252,6 @@ def train(args: argparse.Namespace) -> None:
         features=held_out.get("features"),
         counted=held_out.get("answer"),
     )
-    own = isinstance(sources, OwnTexts)
     read = "its own answers, held out," if own else "heldout.txt"
     facts = {
         "target": name,
@@ -265,7 +265,8 @@ def train(args: argparse.Namespace) -> None:
     if own:
         facts["written"] = sources.tokens
     if kept is not None:
-        facts |= {"kept": len(kept), "covered": round(float(torch.isin(held_out["tokens"], kept).double().mean()), 4)}
+        covered = torch.isin(held_out["tokens"], student.vocabulary).double().mean()
+        facts |= {"kept": len(kept), "covered": round(float(covered), 4)}
     place = args.export or cache_folder() / "heads"
     if args.what == "draft":
         export(student, place / f"{name}-draft-distilled", facts, torch.bfloat16)
