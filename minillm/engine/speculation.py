@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minillm.engine.batch import Batch
@@ -23,9 +24,10 @@ from minillm.speculative.verify import Verdict, Walk, verify
 
 
 class Lengths(Protocol):
-    """How long the next drafts should be: `FixedLength`, or `AdaptiveLength`, which learns from `record`."""
+    """How long the next drafts should be, and how many of the batch should have one: `FixedLength`, or
+    `AdaptiveLength`, which learns from `record`."""
 
-    def choose(self, batch: int) -> int: ...
+    def choose(self, batch: int) -> tuple[int, int]: ...
 
     def record(self, batch: int, k: int, rounds: list[tuple[int, int]], propose: float, rest: float) -> None: ...
 
@@ -67,7 +69,9 @@ class Speculator:
         self._began = time.perf_counter()
         found: dict[Request, Draft] = {}
         requests = [r for r in running if r.decoding and len(r.tokens) > len(r.prompt)]
-        k = self.lengths.choose(len(requests)) if requests else 0
+        k, count = self.lengths.choose(len(requests)) if requests else (0, 0)
+        if count < len(requests):  # a trial: the shortest prompts, for a draft model has to read them
+            requests = sorted(requests, key=lambda r: len(r.prompt))[:count]
         if k:
             contexts = [Context(r, r.tokens, min(k, r.longest - len(r.tokens)), r.answer.sampling) for r in requests]
             drafts = self.proposer.propose(contexts)
@@ -105,9 +109,10 @@ class Speculator:
             return
         row = 0
         for request, entry in batch.entries.items():
-            known = list(range(row, row + entry.count))
-            kept = [row + entry.count + node for node in accepted.get(request, ())]
-            self.proposer.observe(request, entry.start, hidden[known + kept])
+            known, kept = hidden[row : row + entry.count], accepted.get(request)  # a view: most steps keep nothing
+            if kept:
+                known = torch.cat((known, hidden[[row + entry.count + node for node in kept]]))
+            self.proposer.observe(request, entry.start, known)
             row += entry.width
 
     def release(self, requests: Iterable[Request]) -> None:

@@ -3,10 +3,12 @@
 Chapter 16. Acceptance depends on the text, the cost of a draft on the machine and on the batch; neither is known
 before. Both are measured while decoding, for batches of similar size apart: seconds of a plain step, of a drafted
 one, and of each draft token. Then k is the one with the most expected tokens a second (`analysis`), or 0 where plain
-decoding is faster. Two rules keep it from losing more than a few per cent:
+decoding is about as fast. Trying is what costs where drafts do not pay, so trials are small and paid for:
 
-- it begins with plain steps, then tries a few short drafts, and does not try again for `pause` steps where they
-  lost, and then one is enough; each loss in a row makes the pause three times as long;
+- they begin after a few plain steps, short, and with one request of the batch: its text is all that a draft model
+  has to read. Only if it would win by enough to pay for reading the others', the whole batch tries;
+- what drafted steps lost against plain ones is a debt, which plain steps pay off, each `SHARE` of a step. While there
+  is a debt, nothing is tried. After each loss in a row it counts three times as much as after the one before;
 - while it drafts, a plain step now and then keeps the comparison fresh.
 """
 
@@ -23,6 +25,10 @@ from minillm.speculative.analysis import expected_tokens
 MEMORY = 9  # measurements of a kind that count; the median of few is steady and forgets soon
 PLAIN_FIRST = 3  # plain steps before the first draft
 TRIALS = 2  # drafted steps before they are judged
+TRIAL_LENGTH = 1  # of a draft on trial: if any length wins, this one does (`analysis.best_k`)
+GAIN = 1.05  # to be worth drafting; less is within what the measurements are off
+ANSWER = 64  # steps within which a whole batch's trial must have earned what reading its texts costs
+SHARE = 0.01  # of the time may go into trials that fail
 LONGEST_PAUSE = 1024
 FADE = 0.95  # what a round's acceptance still counts after the next one
 PRIOR = 0.5  # rounds that the first guess of acceptance is worth
@@ -35,10 +41,16 @@ class Costs:
     plain: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
     verify: deque = field(default_factory=lambda: deque(maxlen=2 * MEMORY))  # (depth, a drafted step, less drafting)
     draft: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # drafting, a token of depth
-    pause: int = 0  # plain steps to take before the next trial
-    next_pause: int = 0
+    losses: int = 0  # trials in a row that lost
+    whole: bool = False  # the trial is of the whole batch, not of one request
     trials: int = 0
     since_plain: int = 0
+
+    def restart(self, whole: bool) -> None:
+        """Another trial, of one request or of all, from new measurements."""
+        self.verify.clear()
+        self.draft.clear()
+        self.whole, self.trials = whole, 0
 
 
 class FixedLength:
@@ -49,20 +61,22 @@ class FixedLength:
             raise ParamsError(illegal("num_tokens", k, "must be a whole number of at least 1"))
         self.k = k
 
-    def choose(self, batch: int) -> int:
-        return self.k
+    def choose(self, batch: int) -> tuple[int, int]:
+        return self.k, batch
 
     def record(self, batch: int, k: int, rounds: list[tuple[int, int]], propose: float, rest: float) -> None:
         pass
 
 
 class AdaptiveLength:
-    """choose(batch) -> k before a step, record(...) after it. most: the longest draft."""
+    """choose(batch) -> (k, for how many of its requests) before a step, record(...) after it. most: the longest
+    draft. pause: least plain steps after a trial that lost. debt: what is not paid off yet, in plain steps."""
 
-    def __init__(self, most: int = 8, pause: int = 48, refresh: int = 64) -> None:
+    def __init__(self, most: int = 8, pause: int = 16, refresh: int = 64) -> None:
         FixedLength(most)
         self.most, self.pause, self.refresh = most, pause, refresh
         self.hits, self.misses = 0.6 * PRIOR, 0.4 * PRIOR
+        self.debt, self.unknown = 0.0, False  # unknown: a trial was sent out, and no step was recorded since
         self._costs: dict[int, Costs] = {}
 
     @property
@@ -70,44 +84,54 @@ class AdaptiveLength:
         """The running estimate of a."""
         return self.hits / (self.hits + self.misses)
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int) -> tuple[int, int]:
         costs = self.costs(batch)
-        if len(costs.plain) < PLAIN_FIRST:
-            return 0
-        if costs.pause:
-            costs.pause -= 1
-            if not costs.pause:
-                costs.trials = 0
-            return 0
-        if costs.since_plain >= self.refresh:
-            return 0
-        if costs.trials < (1 if costs.next_pause else TRIALS):
-            return min(2, self.most)
-        k = self.best(costs)
+        if len(costs.plain) < PLAIN_FIRST or costs.since_plain >= self.refresh:
+            return 0, batch
+        whole = costs.whole or batch == 1
+        if costs.trials < TRIALS:
+            if self.unknown or (costs.trials == 0 and not costs.whole and self.debt):
+                return 0, batch
+            self.unknown = True  # steps that compute prompts as well are not recorded
+            return TRIAL_LENGTH, batch if whole else 1
+        price = 0.0 if whole else batch * max(costs.draft) / median(costs.plain)  # in plain steps
+        k = self.best(costs, GAIN + price / ANSWER)
         if k == 0:  # it loses: out for a while, longer each time
-            costs.next_pause = min(3 * costs.next_pause or self.pause, LONGEST_PAUSE)
-            costs.pause = costs.next_pause - 1
+            debt = max(self.debt, self.pause * SHARE)
+            self.debt = min(debt * 3**costs.losses, LONGEST_PAUSE * SHARE)
+            costs.losses += 1
+            costs.restart(whole=False)
+        elif not whole:
+            costs.restart(whole=True)
+            return TRIAL_LENGTH, batch
         elif costs.since_plain == self.refresh - 1:
-            costs.next_pause = 0  # it has been winning
-        return k
+            costs.losses = 0  # it has been winning
+        return k, batch
 
-    def best(self, costs: Costs) -> int:
-        """The k of the most tokens a second; 0: plain."""
-        if not costs.verify:
-            return min(2, self.most)
+    def best(self, costs: Costs, least: float = GAIN) -> int:
+        """The k of the most tokens a second; 0, plain, if that is not `least` times as many as plain steps give."""
         (base, slope), draft = line(costs.verify), usual(costs.draft)
         seconds = {k: base + k * (slope + draft) for k in range(1, self.most + 1)}
         rates = {k: expected_tokens(self.acceptance, k) / seconds[k] for k in seconds}
         k = max(rates, key=rates.get)
-        return k if rates[k] * median(costs.plain) > 1 else 0
+        return k if rates[k] * median(costs.plain) > least else 0
 
     def record(self, batch: int, k: int, rounds: list[tuple[int, int]], propose: float, rest: float) -> None:
-        """A step of decodes alone is over. rounds: (drafted depth, accepted) of each draft that was verified.
-        propose: seconds of drafting, rest: of everything else."""
-        costs = self.costs(batch)
+        """A step of decodes alone is over. k: what was asked for. rounds: (drafted depth, accepted) of each verified
+        draft. propose: seconds of drafting, rest: of everything else."""
+        costs, self.unknown = self.costs(batch), False
         if not rounds:
             costs.plain.append(propose + rest)  # a proposer that found nothing has still looked
             costs.since_plain = 0
+        if k == 0:
+            self.debt = max(self.debt - SHARE, 0.0)
+            return
+        gained = 1 + sum(accepted for _, accepted in rounds) / max(batch, 1)  # in plain steps
+        spent = (propose + rest) / median(costs.plain or (propose + rest,))
+        self.debt = max(self.debt + spent - gained, 0.0)
+        if costs.trials > TRIALS:  # past its trial: a passing loss is chance, tokens come in fits and starts
+            self.debt = min(self.debt, 1.0)
+        if not rounds:
             return
         costs.trials, costs.since_plain = costs.trials + 1, costs.since_plain + 1
         deepest = max(depth for depth, _ in rounds)
