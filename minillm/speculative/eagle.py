@@ -62,11 +62,8 @@ class Place:
     row: int
     first: int = 0
     done: int = 0
+    known: int = 0  # features so far: `done` and the waiting ones
     waiting: list[Tensor] = field(default_factory=list)  # [count, hidden] each: features done, done + 1, ...
-
-    @property
-    def known(self) -> int:
-        return self.done + sum(map(len, self.waiting))
 
 
 class RowCache:
@@ -121,14 +118,15 @@ class Eagle:
         if key not in self.held:
             if not self.free:
                 return  # no room: no drafts for this one
-            self.held[key] = Place(self.free.pop(), start, start)
+            self.held[key] = Place(self.free.pop(), start, start, start)
         place = self.held[key]
         if start > place.known:  # a prefix was not computed but found in a cache: begin behind it
-            place.first = place.done = start
+            place.first = place.done = place.known = start
             place.waiting = []
         fresh = hidden[place.known - start :]  # after a preemption the same ones come again
         if len(fresh):
             place.waiting.append(fresh.clone())
+            place.known += len(fresh)
 
     def release(self, key: Hashable) -> None:
         if key in self.held:
