@@ -423,8 +423,9 @@ reveal("16.loss", fixed)
 
 # %% [markdown]
 # *A slow-down, and no test of correctness would have shown it.* `AdaptiveLength` measures plain steps, drafted steps
-# and acceptance while it decodes, picks k, and pauses longer after each loss: the price of having tried is a
-# few steps. It is the default of `LLM(speculative=...)`.
+# and acceptance while it decodes, and picks k. It tries with one request of the batch first, and after a loss waits
+# until plain steps have paid it off, 1 % of a step each; after each loss in a row longer. It is the default of
+# `LLM(speculative=...)`.
 #
 # **A small target.** Draft for `tiny-draft`, two layers, with its own 8-bit copy, two layers as well. Nearly every
 # guess is kept, k = 4, and this is what is won of the 5 x that it looks like:
