@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch._inductor.inductor_prims
 from torch import nn
 
 from minillm import load_model
 from minillm.errors import ParamsError
+from minillm.model.compiled import row_form
 from minillm.quant.affine import Scheme, fake_quantize, quantize
 from minillm.quant.cpu_linear import Int4Linear, Int8Linear
 from minillm.quant.linear import QuantLinear, as_module, linears, model_bytes, quantize_model, rtn
+from minillm.quant.row_forms import Int4Words, Int8Rows, Int8Words, codes_of, narrow
 
 BFLOAT = 2.0**-8  # half a step of bfloat16, relative
 LEADS = [(1,), (2, 1), (3, 5), (40,)]
@@ -68,6 +71,56 @@ def test_int4_kernel(lead, dtype, kind, group):
     x = torch.randn(*lead, 192, dtype=dtype)
     close(module(x), product(x.bfloat16(), q.dequantize(), linear.bias), 4 * BFLOAT)
     assert model_bytes(module) - linear.bias.nbytes == 64 * 192 // 2 + 4 * 64 * 192 // group
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [1, 33, 48])
+def test_int8_row_forms(rows, dtype, outputs):
+    """Every byte, -128 too, which symmetric rounding never gives; only the last rounding is the type's."""
+    values = torch.randint(-128, 128, (outputs, 96), dtype=torch.int8)
+    values[0, :4] = torch.tensor([-128, -128, -128, -128])
+    scale, x = torch.rand(outputs).bfloat16(), torch.randn(rows, 96, dtype=dtype)
+    bias = torch.randn(outputs) if rows == 2 else None
+    expected = product(x, values * scale.unsqueeze(-1).double(), bias)
+    for form in (Int8Rows, Int8Words):
+        got = form(values, scale, bias)(x)
+        assert got.dtype == dtype
+        close(got, expected, 1e-6 if dtype == torch.float32 else BFLOAT)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 192])
+@pytest.mark.parametrize("outputs", [1, 33, 64])
+def test_int4_row_form(rows, offsets, group, outputs):
+    codes = torch.randint(0, 16, (outputs, 192), dtype=torch.uint8)
+    scale = torch.rand(outputs, 192 // group).bfloat16()
+    offset = torch.randn(scale.shape).bfloat16() if offsets else torch.zeros_like(scale)
+    each = [x.repeat_interleave(group, 1).double() for x in (scale, offset)]
+    x, bias = torch.randn(rows, 192), torch.randn(outputs)
+    form = Int4Words(codes, scale, offset, bias)
+    assert (form.offset is None) == (not offsets)
+    close(form(x), product(x, (codes.double() - 8) * each[0] + each[1], bias), 1e-6)
+
+
+def test_codes_come_back_from_torchs_order():
+    """Or None, where this processor has another order; a matrix that torch did not pack is never taken for one."""
+    codes = torch.randint(0, 16, (64, 96), dtype=torch.int32)
+    back = codes_of(torch._convert_weight_to_int4pack_for_cpu(codes, 1), 64, 96)
+    assert torch.equal(back, codes) if narrow() else back is None or torch.equal(back, codes)
+    assert codes_of(torch._convert_weight_to_int4pack_for_cpu(codes[:48], 1), 48, 96) is None  # no whole blocks
+
+
+@pytest.mark.parametrize(("scheme", "outputs"), [(Scheme(8), 48), (Scheme(4, False, "group", 32), 64)])
+def test_row_form_of_a_packed_linear(scheme, outputs):
+    linear = make(192, outputs)
+    q = rtn("", linear, scheme)
+    form, x = row_form(as_module(q, linear.bias)), torch.randn(2, 192)
+    if form is None:
+        assert scheme.bits == 4 and not narrow()
+    else:
+        close(form(x), product(x, q.dequantize(), linear.bias), BFLOAT)  # the offsets of 4 bits are rounded
 
 
 def close(got, expected, tolerance):

@@ -112,7 +112,7 @@ class CompiledDecoder:
             rows = {name: row_form(linear) or called[name] for name, linear in linears.items()}
             self.few = flat_copy(model, rows)
             self.many = flat_copy(model, called)
-            options = {"guard_filter_fn": only_inputs}
+            options = {"guard_filter_fn": only_inputs, "cpp.enable_floating_point_contract_flag": "fast"}  # with FMA
             self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
             self._few_logits = torch.compile(_logits, dynamic=False, fullgraph=True, options=options)
             self._many = torch.compile(_hidden, dynamic=True, fullgraph=True, options=options)
@@ -145,7 +145,7 @@ class CompiledDecoder:
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """What the graph calls: q, k, v [rows, heads, dim], handed to the cache in the caller's leading shape."""
-        q, k, v = (x.unflatten(0, self.lead) for x in (q, k, v))
+        q, k, v = (x.view(*self.lead, *x.shape[1:]) for x in (q, k, v))
         return self.cache.attend(self.layers[index], q, k, v).flatten(0, -3).contiguous()
 
     def _ready(self, rows: int) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minillm.model.compiled import written_out
 from minillm.quant.linear import QuantLinear
+from minillm.quant.row_forms import Int4Words, Int8Rows, Int8Words, codes_of, narrow
 
 INT4_GROUPS = (32, 64, 128, 256)
 INT4_ROWS = 16  # out_features must be a multiple
@@ -32,22 +32,9 @@ class Int8Linear(nn.Module):
         y = torch._weight_int8pack_mm(rows, self.values, self.scale).to(x.dtype)  # [rows, out]
         return with_bias(y.view(*x.shape[:-1], self.out_features), self.bias)
 
-    def row_form(self) -> Int8Rows:
-        return Int8Rows(self)
-
-
-class Int8Rows(nn.Module):
-    """The same product as multiply and sum, for the compiled step of chapter 10: one pass over the integers, in half
-    the time of torch's kernel, and on activations of any type, not rounded first. x [rows, in] -> [rows, out]."""
-
-    def __init__(self, linear: Int8Linear) -> None:
-        super().__init__()
-        self.values, self.scale, self.bias = linear.values, linear.scale, linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, rows = self.values.float(), written_out(x.float())  # [out, in], never whole; [rows, in]
-        y = torch.stack([(weight * row).sum(-1) for row in rows.unbind(0)]) * self.scale.float()  # [rows, out]
-        return with_bias(y, self.bias).to(x.dtype)
+    def row_form(self) -> nn.Module:
+        words = narrow() and self.in_features % 4 == 0
+        return (Int8Words if words else Int8Rows)(self.values, self.scale, self.bias)
 
 
 class Int4Linear(nn.Module):
@@ -71,6 +58,14 @@ class Int4Linear(nn.Module):
         group = self.scheme.group_size
         y = torch._weight_int4pack_mm_for_cpu(rows, self.codes, group, self.scale_and_offset).to(x.dtype)
         return with_bias(y.view(*x.shape[:-1], self.out_features), self.bias)
+
+    def row_form(self) -> nn.Module | None:
+        """A second copy of the codes, in an order of its own; None where torch's kernel is called instead."""
+        if not narrow() or self.in_features % 64:
+            return None
+        codes = codes_of(self.codes, self.out_features, self.in_features)
+        scale, offset = self.scale_and_offset.unbind(-1)  # [groups, out] each
+        return None if codes is None else Int4Words(codes, scale.T, offset.T, self.bias)
 
 
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
