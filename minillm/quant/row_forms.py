@@ -13,12 +13,10 @@ all rows of W, as bias * sum of x.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from minillm.model.compiled import written_out
+from minillm.model.compiled import side_by_side, written_out
 
 LANES = 8  # 32-bit words in a 256-bit register
 HALVES = {1: (range(8),), 2: (range(4), range(4, 8))}  # scales a unit -> the nibbles under each
@@ -43,8 +41,8 @@ class Int8Rows(nn.Module):
         self.values, self.scale, self.bias = values, scale, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, rows = self.values.float(), written_out(x.float())  # [out, in], never whole; [rows, in]
-        y = torch.stack([(weight * row).sum(-1) for row in rows.unbind(0)])  # [rows, out]
+        rows = written_out(x.float())  # [rows, in]
+        y = side_by_side(lambda row, values: (values.float() * rows[row]).sum(-1), x.shape[0], self.values)
         return finished(y, self.scale, self.bias, x.dtype)
 
 
@@ -129,13 +127,6 @@ class Int4Words(nn.Module):
         offset = () if self.offset is None else (self.offset,)
         y = side_by_side(product, x.shape[0], words, self.scale, *offset)  # [rows, out]
         return finished(y, None, self.bias, x.dtype)
-
-
-def side_by_side(product: Callable[..., Tensor], rows: int, *weights: Tensor) -> Tensor:
-    """product(row, *weights) [out] for each row of x -> [rows, out], on two halves of the weights' rows in one loop:
-    what is loaded of x serves both, and their sums do not wait for each other."""
-    halves = list(zip(*(w.chunk(2) for w in weights), strict=True))
-    return torch.cat([product(row, *half) for row in range(rows) for half in halves]).view(rows, -1)
 
 
 def written(x: Tensor) -> Tensor:
