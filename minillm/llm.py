@@ -59,7 +59,7 @@ class LLM:
     "fp8" (default: as the checkpoint has them).
     compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
     take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
-    speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-draft" or another model,
+    speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-distilled" or another model,
     "self-int4", "exit-2", "medusa", "eagle" (chapter 17), or a dictionary of `SpeculativeOptions`. By default it
     switches itself off where it loses.
     tensor_parallel_size: ranks that share every matrix (chapter 18), one GPU each, or processes on a CPU; they end

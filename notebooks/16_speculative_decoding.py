@@ -251,6 +251,7 @@ texts = [out.token_ids for out in plain.generate(prompts, params)]
 METHODS = {
     "ngram": "prompt lookup",
     "tiny-draft": "small model",
+    "tiny-distilled": "small, distilled",
     "self-int4": "its 4-bit copy",
     "exit-3": "its 3 layers",
 }
@@ -308,7 +309,7 @@ reveal("16.tokens", 1 + runs.mean())
 # Temperature moves acceptance both ways: sampled texts are harder to foresee, but a draft that draws may be kept
 # where a likeliest token would not.*
 #
-# ### Four kinds of draft at equal length
+# ### Five drafts at equal length
 #
 # k = 4, greedy, batch 1. c is measured: one proposal of 4 tokens against a plain step. From a and c the formula says
 # the speed-up; beside it the paired measurement.
@@ -355,18 +356,19 @@ def rates(method, k=4, adaptive=False, repeats=None):
 
 
 table = {}
-print(f"{'draft':16s}{'a':>7s}{'c':>8s}{'by formula':>12s}{'measured':>10s}")
+print(f"{'draft':17s}{'a':>7s}{'c':>8s}{'by formula':>12s}{'measured':>10s}")
 for method, name in METHODS.items():
     table[name] = rates(method)
     a, c, by_formula, measured = table[name]
-    print(f"{name:16s}{a:7.2f}{c:8.3f}{by_formula:11.2f}x{measured:9.2f}x")
+    print(f"{name:17s}{a:7.2f}{c:8.3f}{by_formula:11.2f}x{measured:9.2f}x")
 plots.bars(list(table), [row[3] for row in table.values()], "x", "Tokens/s over plain decoding (k = 4, this machine)")
 plt.axvline(1, color=plots.GREY, lw=0.8, ls=":")
 plt.show()
 
 # %% [markdown]
 # *Read a against c. The 4-bit copy guesses best and is no cheap draft: it has as many layers as the target. The small
-# model has a third of the layers and guesses worse. Looking up costs nothing, and these texts repeat
+# model has a third of the layers and guesses worse. Trained on to say what the target says instead of what the books
+# say (DistillSpec), it costs the same and is kept more often. Looking up costs nothing, and these texts repeat
 # themselves. The formula takes verifying 5 tokens for one step and a draft at each; section 1 says what the first is
 # worth here, and where nothing was found to copy there was no draft.* On GPUs the
 # papers report 2 to 3 x (Leviathan et al., T5-XXL) and 2 to 2.5 x (Chen et al., Chinchilla 70B): their figures, not

@@ -154,7 +154,7 @@ def test_chat_form_is_what_the_chat_template_writes():
     assert rendered == texts.chat("Hi?", "Ho.")
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-draft"])
+@pytest.mark.parametrize("model", ["tiny", "tiny-draft", "tiny-distilled"])
 def test_the_shipped_tokenizer_round_trips_any_text(model):
     tokenizer = Tokenizer.from_file(str(corpus.ASSETS / model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == corpus.VOCABULARY

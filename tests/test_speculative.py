@@ -523,7 +523,7 @@ def test_another_vocabulary_is_refused():
         check_same_vocabulary(config, config, Fake(a=0, b=1), Fake(a=1, b=0))
 
 
-@pytest.mark.parametrize("method", ["ngram", "tiny-draft", "self-int4", "exit-2"])
+@pytest.mark.parametrize("method", ["ngram", "tiny-draft", "tiny-distilled", "self-int4", "exit-2"])
 def test_llm_says_the_same_with_any_proposer(method):
     prompts, params = ["And it came to pass", "She was not"], greedy(24)
     plain = LLM("tiny", dtype="float32", device="cpu").generate(prompts, params)

@@ -44,7 +44,7 @@ CHAT = (
     "Give me three tips for learning to cook.",
     "Explain in simple words why the sky is blue.",
 )
-PROPOSERS = ("ngram", "tiny-draft", "self-int8", "self-int4", "exit-3", "medusa", "eagle")
+PROPOSERS = ("ngram", "tiny-draft", "tiny-distilled", "self-int8", "self-int4", "exit-3", "medusa", "eagle")
 
 
 def bench_speculative(

