@@ -20,7 +20,7 @@ from minillm.model.decoder import Decoder, replace_linears
 
 SLICE_ELEMENTS = 1 << 20  # weights that are float32 at one time: 4 MB, less than a last-level cache
 PACKED_FOR = 64  # rows that oneDNN chooses an order for; the one for 1 row takes up to twice as long from 2 rows on
-FEW_ROWS = 5  # up to here torch's row-at-a-time product takes less time than a conversion would
+FEW_ROWS = 8  # up to here torch's row-at-a-time product takes no more time than a conversion would
 
 # What oneDNN can multiply, and the operator that says whether this processor has instructions for it (None: all do).
 NATIVE = {
