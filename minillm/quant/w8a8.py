@@ -31,13 +31,15 @@ from minillm.quant.linear import linears
 INPUTS = ("token", "tensor", "static")
 TOKEN, TENSOR, CHANNEL = (Scheme(8, True, granularity) for granularity in ("token", "tensor", "channel"))
 MOST_REFUSED = 16  # rows: torch._int_mm on a GPU wants more
+FEW_ROWS = 8  # for these, torch's plain loop takes less time than making the weights wide
 
 
 def int8_matmul(a: Tensor, w: Tensor, kernel: str = "auto") -> Tensor:
     """a int8 [rows, in], w int8 [out, in] -> a @ w.T, int32 [rows, out], exact.
 
     On a GPU torch's integer product wants more than 16 rows, and sizes that are multiples of 8: rows are filled up
-    with zeros, other sizes are multiplied in float64, which holds every such sum exactly; kernel="unpack" always is.
+    with zeros, other sizes are multiplied as floats of a width that holds every such sum; kernel="unpack" always is.
+    So are many rows on a processor without instructions for 8-bit products, where torch takes 20 times as long.
     """
     for name, value in (("a", a), ("w", w)):
         if value.dtype != torch.int8 or value.dim() != 2:
@@ -45,8 +47,11 @@ def int8_matmul(a: Tensor, w: Tensor, kernel: str = "auto") -> Tensor:
     if a.shape[1] != w.shape[1]:
         raise ParamsError(illegal("a.shape[1]", a.shape[1], f"must be w's, {w.shape[1]}"))
     rows = len(a)
-    if kernel == "unpack" or not rows or (a.is_cuda and (a.shape[1] % 8 or len(w) % 8)):
-        return (a.double() @ w.double().T).to(torch.int32)
+    odd = a.is_cuda and (a.shape[1] % 8 or len(w) % 8)
+    slow = a.device.type == "cpu" and rows > FEW_ROWS and not torch.cpu._is_vnni_supported()
+    if kernel == "unpack" or not rows or odd or slow:
+        wide = torch.float32 if a.shape[1] <= 2**24 // 128**2 else torch.float64
+        return (a.to(wide) @ w.to(wide).T).to(torch.int32)
     if a.is_cuda and rows <= MOST_REFUSED:
         a = F.pad(a, (0, 0, 0, 2 * MOST_REFUSED - rows))  # [32, in]
     return torch._int_mm(a.contiguous(), w.T)[:rows]
