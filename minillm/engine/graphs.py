@@ -134,7 +134,8 @@ class DecodeGraphs:
         output.fill_(-1.0)
         replay()
         largest = expected.float().nan_to_num().abs().amax().clamp(min=1e-6)
-        if (output.float() - expected.float()).nan_to_num().abs().amax() > 1e-2 * largest:
+        same = torch.equal(output.isnan(), expected.isnan())  # the pool may hold NaN: no one has written to it yet
+        if not same or (output.float() - expected.float()).nan_to_num().abs().amax() > 1e-2 * largest:
             raise RuntimeError(f"the graph of batch size {size} does not give what the step gives")
 
     def fits(self, batch: Batch) -> bool:
