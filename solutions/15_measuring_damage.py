@@ -68,8 +68,9 @@ check("15.strided_losses", strided_losses)
 #
 # **What.** From the logits of the original and of the changed model on the same tokens: the mean over tokens of
 # KL(original || changed) = Σ p ln(p / q), and the share of tokens for which both put the same token first. A logit of
-# the original may be -inf, a token that it rules out: that token adds nothing. Logits may be in the hundreds.
-# **Why.** Neither can cancel: a token that got worse is not made up for by one that got better.
+# the original may be -inf, a token that it rules out: that token adds nothing. One that the changed model alone rules
+# out makes the divergence infinite. Logits may be in the hundreds. **Why.** Neither can cancel: a token that got
+# worse is not made up for by one that got better.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # What is 0 x ln 0, here, and what does torch say it is?

@@ -47,6 +47,13 @@ def tasks():
             x = rng.tensor(rows, 4)
             yield Case((x,), torch.softmax(x.double(), -1))
 
+    half = Hint("half of them", wrong=lambda pair, factor: factor * min(1, pair[0].sum()))
+
+    @register("98.pair", title="A tuple of tensors", hints=[half])
+    def pair(rng):
+        for factor in (0, 2):
+            yield Case(((torch.ones(2), torch.ones(1)), factor), 3.0 * factor)
+
     @register("98.count", title="Count", points=2, limit_s=0.5)
     def count(rng):
         for _ in range(4):
@@ -70,6 +77,10 @@ def tasks():
     @register("98.tail", title="Debug", given=given)
     def tail(rng):
         yield Case(([1, 2, 3],), [2, 3, 4])
+
+    @register("98.set", title="A comparison of its own", hints=[Hint("the order", wrong=list)])
+    def a_set(rng):
+        yield Case(([2, 1],), {1, 2}, compare=lambda got, expected: None if set(got) == expected else "not these")
 
     @register("98.fast", title="Speed")
     def fast(rng):
@@ -167,6 +178,26 @@ def test_inputs_are_copies_and_changing_them_is_no_way_to_pass():
     assert "argument 1 in place" in examine("98.count", empties).message
     assert "in place" in examine("98.softmax", lambda x: x.copy_(torch.softmax(x, -1))).message
     assert examine("98.softmax", lambda x: torch.softmax(x.clone(), -1)).status == "passed"
+
+
+def test_a_tensor_in_a_tuple_is_an_argument_too_and_a_hint_that_is_right_there_is_not_said():
+    def adds(pair, factor):
+        pair[0].add_(pair[1])
+        return factor * pair[0].sum() * 0.75
+
+    verdict = examine("98.pair", adds)
+    assert "argument 1 in place" in verdict.message
+    assert verdict.hint == ""  # at factor 0 half of them is right as well
+
+
+def test_no_hint_whose_mistake_gives_the_right_value():
+    assert "likely" not in examine("98.set", lambda items: items.reverse() or list(reversed(items))).message
+
+
+def test_a_value_that_the_checks_comparison_does_not_know_ends_in_a_message():
+    verdict = examine("98.set", lambda items: [[1], [2]])
+    assert verdict.status == "failed"
+    assert "got [[1], [2]], which cannot be compared: TypeError: unhashable" in verdict.message
 
 
 @pytest.mark.parametrize(
@@ -275,6 +306,7 @@ def test_an_unknown_task_is_one_clear_error():
         (torch.tensor([True]), torch.tensor([1])),
         (torch.zeros(3), torch.tensor([1e-7, 0, 0])),
         (math.nan, 1.0),
+        (1.0, math.inf),
         (None, 0),
         (3, {3}),
     ],

@@ -61,7 +61,9 @@ def _number(got, expected, rtol, atol, where) -> str | None:
         return f"{where}expected a number, {describe(expected)}, got {describe(got)}"
     if rtol is None:
         rtol = 0.0 if isinstance(expected, numbers.Integral) else RTOL
-    if value == expected or abs(value - expected) <= (atol or 0.0) + rtol * abs(expected):
+    if value == expected:
+        return None
+    if math.isfinite(expected) and abs(value - expected) <= (atol or 0.0) + rtol * abs(expected):
         return None
     return f"{where}expected {describe(expected)}, got {describe(value)}"
 

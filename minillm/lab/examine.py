@@ -110,9 +110,17 @@ def run_case(case: Case, answer: Any, limit_s: float) -> tuple[Any, str | None]:
             return got, f"expected {case.raises.__name__} to be raised, got {describe(got)}"
         if not case.may_mutate and (changed := mutated(case, args, kwargs)):
             return got, f"your function changed its argument {changed} in place; leave the inputs as they were"
-    if case.compare:
-        return got, case.compare(got, case.expected)
-    return got, mismatch(got, case.expected, case.rtol, case.atol, case.dtype)
+    return got, difference(case, got)
+
+
+def difference(case: Case, got: Any) -> str | None:
+    """What is wrong with the value, or None."""
+    try:
+        if case.compare:
+            return case.compare(got, case.expected)
+        return mismatch(got, case.expected, case.rtol, case.atol, case.dtype)
+    except Exception as error:  # a value of a kind that the comparison does not know
+        return f"got {describe(got)}, which cannot be compared: {type(error).__name__}: {first_line(error)}"
 
 
 def too_slow(case: Case, answer: Any) -> str | None:
@@ -145,7 +153,10 @@ def likely_mistake(task, failures) -> str:
 
 
 def explains(hint, case: Case, got: Any, limit_s: float) -> bool:
-    """Does the mistake of this hint give what the reader's answer gave?"""
+    """Does the mistake of this hint give what the reader's answer gave, and is that wrong here?
+
+    Where it is right, as in a case that failed for an argument changed in place, the hint says nothing.
+    """
     try:
         if hint.when is not None:
             return bool(hint.when(got, case.expected, case))
@@ -156,7 +167,7 @@ def explains(hint, case: Case, got: Any, limit_s: float) -> bool:
             wrong = hint.wrong if case.is_value else case.run(hint.wrong) if case.run else hint.wrong(*args, **kwargs)
     except (Exception, OutOfTime) as error:
         return isinstance(got, BaseException) and type(error) is type(got)
-    if isinstance(got, BaseException):
+    if isinstance(got, BaseException) or difference(case, wrong) is None:  # where the mistake does not show
         return False
     return mismatch(got, wrong, case.rtol, case.atol) is None
 
@@ -180,7 +191,7 @@ def mutated(case: Case, args: tuple, kwargs: dict) -> str:
     pairs = [(str(i + 1), a, b) for i, (a, b) in enumerate(zip(args, case.args))]
     pairs += [(repr(key), kwargs[key], case.kwargs[key]) for key in kwargs]
     for name, after, before in pairs:
-        if (is_array(before) or type(before) in (list, dict, set)) and mismatch(after, before, 0.0, 0.0):
+        if (is_array(before) or type(before) in (list, tuple, dict, set)) and mismatch(after, before, 0.0, 0.0):
             return name
     return ""
 

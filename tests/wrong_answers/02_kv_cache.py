@@ -176,6 +176,14 @@ WRONG = {
             ("torch.arange(start, start + shape[-1])", "torch.arange(start, start + shape[-1]).float()"),
             "integer",
         ),
+        "int32 positions": (
+            ("torch.arange(start, start + shape[-1])", "torch.arange(start, start + shape[-1]).int()"),
+            "int64",
+        ),
+        "positions of one row": (
+            ("torch.arange(start, start + shape[-1]).expand(shape)", "torch.arange(start, start + shape[-1])[None]"),
+            "expected shape [2, 3]",
+        ),
         "no ValueError": (
             ("if end > self.keys.shape[3]:", "if False:"),
             "ValueError",

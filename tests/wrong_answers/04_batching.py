@@ -94,6 +94,10 @@ WRONG = {
         ),
         "always 0": (("[[pad_id] * (longest", "[[0] * (longest"), "pad_id is an argument"),
         "mask of ints": ((RETURN, "return tokens, (columns >= pads).long(), (columns - pads).clamp(min=0)"), "bool"),
+        "int32": (
+            (RETURN, "return tokens.int(), columns >= pads, (columns - pads).clamp(min=0).int()"),
+            "expected int64",
+        ),
         "positions of row 0": (
             (RETURN, "return tokens, columns >= pads, (columns - pads[0]).clamp(min=0).expand_as(tokens)"),
             "expected",
@@ -233,6 +237,36 @@ WRONG = {
                 "                take(slot, decode({slot: answers[i][-1]})[slot])\n",
             ),
             "all running slots in one call",
+        ),
+        "an eos of 0 is none": (
+            (TAKE, "if (eos and token == eos) or len(answers[i]) == requests[i][1]:"),
+            "an eos of 0",
+        ),
+        "one list for all answers": (
+            (
+                "answers, waiting, running = [[] for _ in requests]",
+                "answers, waiting, running = [[]] * len(requests)",
+            ),
+            "share one list",
+        ),
+        "takes the requests away": (
+            "def serve(requests, slots, prefill, decode, eos=None):\n"
+            "    answers, running = [], {}\n"
+            "    while requests or running:\n"
+            "        while requests and len(running) < slots:\n"
+            "            slot = min(set(range(slots)) - set(running))\n"
+            "            prompt, count = requests.pop(0)\n"
+            "            answers.append([prefill(slot, prompt)])\n"
+            "            if answers[-1][-1] != eos and count > 1:\n"
+            "                running[slot] = answers[-1], count\n"
+            "        if running:\n"
+            "            for slot, token in decode({s: a[-1] for s, (a, _) in running.items()}).items():\n"
+            "                answer, count = running[slot]\n"
+            "                answer.append(token)\n"
+            "                if token == eos or len(answer) == count:\n"
+            "                    del running[slot]\n"
+            "    return answers",
+            "in place",
         ),
         "eos is always 7": ((TAKE, "if token == 7 or len(answers[i]) == requests[i][1]:"), "expected"),
         "slot by count": (("slot = min(set(range(slots)) - set(running))", "slot = len(running)"), "expected"),

@@ -188,6 +188,10 @@ WRONG = {
             ),
             "expected",
         ),
+        "no room for nothing": (
+            ("        if n > len(self.unused):", "        if n > len(self.unused) or not self.unused:"),
+            "expected allocate(0): done",
+        ),
         "counts start at 1": (("self.counts = [0] * num_blocks", "self.counts = [1] * num_blocks"), "expected"),
         "one block short": (("list(range(num_blocks))", "list(range(1, num_blocks))"), "expected"),
         "allocates shared": (
@@ -329,6 +333,14 @@ WRONG = {
                 "    except NoRoom:\n        pool.free(prefix)\n        new = []\n",
             ),
             "expected",
+        ),
+        "one block to spare": (
+            (
+                ADMIT,
+                "    if -(-tokens // pool.block_size) - len(prefix) >= pool.free_count:\n        raise NoRoom\n"
+                + ADMIT,
+            ),
+            "are enough",
         ),
         "rounded down": (
             (ADMIT, ADMIT.replace("-(-tokens // pool.block_size)", "tokens // pool.block_size")),

@@ -96,6 +96,15 @@ WRONG = {
             ("in zip(given, requests)]", "in zip(given, requests) if n]"),
             "expected",
         ),
+        "equal requests taken for one": (
+            "def plan_step(requests, budget):\n"
+            "    given = [0] * len(requests)\n"
+            "    for r in sorted(requests, key=lambda r: not (r[0] - r[1] == 1 and r[1] > 0)):\n"
+            "        given[requests.index(r)] = min(r[0] - r[1], budget)\n"
+            "        budget -= min(r[0] - r[1], budget)\n"
+            "    return [(n, n == t - c) for n, (t, c) in zip(given, requests)]",
+            "expected",
+        ),
         "in the order of planning": (
             (
                 "return [(n, n == tokens - computed)",
@@ -164,6 +173,23 @@ WRONG = {
             ("running.remove(victim)", "running = [s for s in running if s is not victim]"),
             "running is then",
         ),
+        "nothing done where it cannot be enough": (
+            (
+                "    victims = []\n",
+                "    victims = []\n"
+                "    if len(free) + sum(len(s.blocks) for s in running) < needed:\n        return victims\n",
+            ),
+            "returned []",
+        ),
+        "blocks None": (("        victim.blocks = []\n", "        victim.blocks = None\n"), "blocks is then None"),
+        "a list in the free list": (("free += victim.blocks", "free.append(victim.blocks)"), "free blocks are then"),
+        "what it said becomes prompt": (
+            (
+                "        victim.computed = 0\n",
+                "        victim.computed = 0\n        victim.prompt_length = len(victim.tokens)\n",
+            ),
+            "prompt_length is then",
+        ),
         "one victim only": (
             ("while len(free) < needed and len(running) > 1:", "if len(free) < needed and len(running) > 1:"),
             "returned",
@@ -181,6 +207,8 @@ WRONG = {
         "no ageing": (KEY + "(priority + arrival, arrival)", "ageing is ignored"),
         "rounded": (KEY + "(priority + arrival // ageing, arrival)", "rounded down"),
         "floats": (KEY + "(priority + arrival / ageing, arrival)", "division"),
+        "a float": (KEY + "(float(priority * ageing + arrival), arrival)", "drops digits"),
+        "text of 12 digits": (KEY + "f'{priority * ageing + arrival:012d}-{arrival:012d}'", "expected"),
         "one age for all": (KEY + "(priority * 10 + arrival, arrival)", "expected"),
         "nothing": (KEY + "None", "raised"),
     },

@@ -64,6 +64,34 @@ WRONG = {
         "partial block": ((LOOP, "for start in range(0, len(tokens), block_size):"), "partial last block"),
         "no salt": (("sha256(salt.encode()).digest()", "b''"), "salt"),
         "no separator": ((CHUNK, "''.join(map(str, tokens[start : start + block_size]))"), "separator"),
+        "salt and tokens without a separator": (
+            KEYS + "    keys, key = [], salt\n"
+            "    for end in range(block_size, len(tokens) + 1, block_size):\n"
+            "        key = sha256((key + ','.join(map(str, tokens[end - block_size : end]))).encode()).hexdigest()\n"
+            "        keys.append(key)\n"
+            "    return keys",
+            "salt and tokens run together",
+        ),
+        "salt and prefix joined by commas": (
+            KEYS + "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [sha256(','.join(map(str, (salt, *tokens[:end]))).encode()).digest() for end in ends]",
+            "expected",
+        ),
+        "the last 64 tokens": (
+            KEYS + "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [sha256(repr((salt, end, tokens[:end][-64:])).encode()).digest() for end in ends]",
+            "expected",
+        ),
+        "17 bits": ((CHUNK, "','.join(str(t % 2**17) for t in tokens[start : start + block_size])"), "expected"),
+        "as few bytes as fit": (
+            (
+                f"chunk = {CHUNK}",
+                "chunk = b''.join(t.to_bytes(-(-t.bit_length() // 8) or 1, 'little') "
+                "for t in tokens[start : start + block_size]).decode('latin1')",
+            ),
+            "expected",
+        ),
+        "chr()": ((CHUNK, "''.join(chr(t) for t in tokens[start : start + block_size])"), "raised"),
         "sorted": ((CHUNK, "','.join(map(str, sorted(tokens[start : start + block_size])))"), "order"),
         "sum": ((CHUNK, "str(sum(tokens[start : start + block_size]))"), "sum"),
         "one byte": ((CHUNK, "','.join(str(t % 256) for t in tokens[start : start + block_size])"), "one byte"),
@@ -116,6 +144,24 @@ WRONG = {
             (PREFIX, "if prefix is None or len(prefix) != end:\n            break"),
             "equal lengths",
         ),
+        "length and last block compared": (
+            (
+                PREFIX,
+                "last = tokens[end - block_size : end]\n"
+                "        if not prefix or len(prefix) != end or list(prefix[-block_size:]) != last:\n"
+                "            break",
+            ),
+            "expected",
+        ),
+        "length and first block compared": (
+            (
+                PREFIX,
+                "if not prefix or len(prefix) != end or list(prefix[:block_size]) != tokens[:block_size]:\n"
+                "            break",
+            ),
+            "expected",
+        ),
+        "takes what it finds": (("store.get(key", "store.pop(key"), "store changed in place"),
         "goes on after a gap": ((PREFIX, "if prefix != tuple(tokens[:end]):\n            continue"), "stop there"),
         "a whole block left": (
             (
@@ -166,6 +212,22 @@ WRONG = {
         "hold leaves it in the queue": (
             ("            self.unheld.pop(block, None)\n", ""),
             "take it out of the queue",
+        ),
+        "twice in the queue": (
+            "class Evictor:\n"
+            "    def __init__(self):\n        self.counts, self.queue = {}, []\n"
+            "    def hold(self, blocks):\n"
+            "        for block in blocks:\n            self.counts[block] = self.counts.get(block, 0) + 1\n"
+            "    def let_go(self, blocks):\n"
+            "        for block in reversed(blocks):\n"
+            "            self.counts[block] -= 1\n"
+            "            if self.counts[block] == 0:\n                self.queue.append(block)\n"
+            "    def evict(self):\n"
+            "        while self.queue:\n"
+            "            block = self.queue.pop(0)\n"
+            "            if self.counts.get(block) == 0:\n"
+            "                del self.counts[block]\n                return block\n",
+            "in the queue twice",
         ),
         "newest first": (("popitem(last=False)", "popitem()"), "most recently used went first"),
         "raises when empty": (("        if not self.unheld:\n            return None\n", ""), "not an error"),

@@ -56,6 +56,11 @@ WRONG = {
             ("m, total, acc = -math.inf, 0.0, 0.0\n    for score", "m, total, acc = -1e4, 0.0, 0.0\n    for score"),
             "start at -inf",
         ),
+        "m starts at -1e9": (
+            ("m, total, acc = -math.inf, 0.0, 0.0\n    for score", "m, total, acc = -1e9, 0.0, 0.0\n    for score"),
+            "start at -inf",
+        ),
+        "values of 0 are taken for nothing": ((" if total else (0.0", " if acc else (0.0"), "expected"),
         "two passes": (
             "def stream_softmax(pairs):\n"
             "    m = max((s for s, _ in pairs), default=-math.inf)\n"
@@ -118,6 +123,22 @@ WRONG = {
             ),
             "expected",
         ),
+        "state changed in place": (
+            "def tile_step(state, q, k, v, scale, mask=None):\n"
+            "    m, total, acc = state\n"
+            "    s = q @ k.T * scale\n"
+            "    if mask is not None:\n        s = s.masked_fill(~mask, -math.inf)\n"
+            "    new_m = torch.maximum(m, s.amax(-1))\n"
+            "    safe = new_m.masked_fill(new_m == -math.inf, 0.0)\n"
+            "    p, alpha = torch.exp(s - safe[:, None]), torch.exp(m - safe)\n"
+            "    total *= alpha\n    acc *= alpha[:, None]\n"
+            "    total += p.sum(-1)\n    acc += p @ v\n    return new_m, total, acc",
+            "in place",
+        ),
+        "guarded only if no row sees a key": (
+            ("safe = torch.where(new_m == -math.inf,", "safe = torch.where((new_m == -math.inf).all(),"),
+            "-inf - -inf",
+        ),
         "p under the old maximum": (
             ("p = torch.exp(s - safe[:, None])", "p = torch.exp(s - m[:, None])"),
             "expected",
@@ -167,6 +188,23 @@ WRONG = {
             "    return torch.cat(rows)",
             "without the running maximum",
         ),
+        "one maximum for the tile": (
+            "def tiled_attention(q, read, length, block_m, block_n, scale):\n"
+            "    rows = []\n"
+            "    for first in range(0, len(q), block_m):\n"
+            "        tile, m, total, acc = q[first : first + block_m], torch.tensor(-math.inf), 0.0, 0.0\n"
+            "        at = torch.arange(first, first + len(tile))[:, None] + length - len(q)\n"
+            "        for start in range(0, int(at[-1]) + 1, block_n):\n"
+            "            k, v = read(start, min(start + block_n, length))\n"
+            "            s = tile @ k.T * scale\n"
+            "            s = s.masked_fill(torch.arange(start, start + len(k)) > at, -math.inf)\n"
+            "            new = torch.maximum(m, s.max())\n"
+            "            p, alpha, m = (s - new).exp(), (m - new).exp(), new\n"
+            "            total, acc = total * alpha + p.sum(-1), acc * alpha + p @ v\n"
+            "        rows.append(acc / total[:, None])\n"
+            "    return torch.cat(rows)",
+            "nan",
+        ),
         "reads twice": ((READ, READ + READ), "reads are not"),
     },
     "08.kernel": {
@@ -193,6 +231,11 @@ WRONG = {
             "without its maximum",
         ),
         "no running maximum": ((ALPHA, "        m = tl.max(s, 1)\n        alpha = tl.exp(m - m)\n"), "expected"),
+        "one maximum for the tile": ((ALPHA, ALPHA.replace("tl.max(s, 1)", "tl.max(s)")), "expected"),
+        "m starts at 0": (
+            ('m = tl.full([BLOCK], float("-inf"), tl.float32)', "m = tl.zeros([BLOCK], tl.float32)"),
+            "expected",
+        ),
         "mask changed": (("keys[None, :] <= rows[:, None]", "keys[None, :] < rows[:, None]"), "expected"),
         "mask dropped": (
             ('        s = tl.where(keys[None, :] <= rows[:, None], s, float("-inf"))\n', ""),

@@ -130,6 +130,10 @@ WRONG = {
             "got nan",
         ),
         "one m for all heads": (("lses.amax(0)  # [heads]", "lses.max().expand(lses.shape[1])"), "expected"),
+        "a low LSE is taken for empty": (
+            ('    empty = lses == float("-inf")  # [splits, heads]\n', "    empty = lses < -1e3\n"),
+            "expected",
+        ),
         "changes its input": ((CLEAN, "    outs[empty] = 0.0\n"), "in place"),
         "pairs only": (
             MANY
@@ -151,6 +155,14 @@ WRONG = {
             "counts in the text",
         ),
         "all keys so far": (("torch.arange(begin, end)", "torch.arange(end)"), "belong to this part"),
+        "from the start of begin's block": (
+            ("torch.arange(begin, end)", "torch.arange(begin // k_pool.shape[1] * k_pool.shape[1], end)"),
+            "inside a block",
+        ),
+        "blocks of a power of two": (
+            (PART, "place = table[keys >> (k_pool.shape[1].bit_length() - 1)], keys & (k_pool.shape[1] - 1)"),
+            "slot was read",
+        ),
         "one key too many": (("torch.arange(begin, end)", "torch.arange(begin, end + 1)"), "raised"),
         "one key too few": (("torch.arange(begin, end)", "torch.arange(begin, end - 1)"), "expected"),
         "not scaled": (("scale * (q @ k.T)", "q @ k.T"), "not scaled"),
@@ -213,6 +225,14 @@ WRONG = {
         ),
         "at most 32": (
             SEARCH.format(time="-(-programs * -(-tiles // each) // sms) * each", top="min(tiles, 32) + 1"),
+            "expected",
+        ),
+        "at most 256": (
+            SEARCH.format(time="-(-programs * -(-tiles // each) // sms) * each", top="min(tiles, 256) + 1"),
+            "expected",
+        ),
+        "at most as many as SMs": (
+            SEARCH.format(time="-(-programs * -(-tiles // each) // sms) * each", top="min(tiles, sms) + 1"),
             "expected",
         ),
         "powers of two": (

@@ -84,6 +84,32 @@ def count_launches(trace, fusions):
 """,
             "expected",
         ),
+        "names as one text": (
+            COUNT
+            + """
+    text, launches = " ".join(names), 0
+    while text:
+        fits = [" ".join(f) for f in fusions if text.startswith(" ".join(f))]
+        text = text[len(max(fits, key=len, default=text.split(" ")[0])) :].lstrip()
+        launches += 1
+    return launches
+""",
+            "expected",
+        ),
+        "a fusion cut off by the end of the trace": (
+            COUNT
+            + LOOP.format(step="max(fits, default=1)").replace(
+                "tuple(names[at : at + len(f)]) == tuple(f)", "all(a == b for a, b in zip(names[at:], f))"
+            ),
+            "expected",
+        ),
+        "a short list of views": (
+            (
+                "names = [name for name in trace if name not in VIEWS]",
+                'names = [name for name in trace if name not in ("view", "split", "reshape", "chunk")]',
+            ),
+            "expected",
+        ),
         "no fusion": (COUNT + "    return len(names)\n", "fusions make one"),
         "a set": (COUNT + "    return len(set(names))\n", "how often"),
         "pairs only": (
@@ -133,6 +159,7 @@ def count_launches(trace, fusions):
         "weight missing": (("tl.rsqrt(mean + eps) * gain", "tl.rsqrt(mean + eps)"), "weight is missing"),
         "eps outside": (("tl.rsqrt(mean + eps)", "(1.0 / (tl.sqrt(mean) + eps))"), "under the root"),
         "no eps": (("tl.rsqrt(mean + eps)", "tl.rsqrt(mean)"), "eps is missing"),
+        "eps of 1e-5, whatever is given": (("tl.rsqrt(mean + eps)", "tl.rsqrt(mean + 1e-5)"), "expected"),
         "rows BLOCK apart": (
             ("    inside = column < width", "    inside = column < width\n    row = row * BLOCK // width"),
             "expected",
@@ -240,6 +267,17 @@ def choose_sizes(steps, most):
 """,
             "one size after another",
         ),
+        "all combinations": (
+            """
+def choose_sizes(steps, most):
+    from itertools import combinations
+    ns = sorted(n for n in steps if steps[n])
+    def waste(sizes):
+        return sum((min(s for s in sizes if s >= n) - n) * steps[n] for n in ns)
+    return min(([*few, ns[-1]] for few in combinations(ns[:-1], min(most, len(ns)) - 1)), key=waste)
+""",
+            "too many",
+        ),
         "one for all": (SIZES + "ns[-1:]", "one size for all"),
         "without the largest": (SIZES + "ns[:-1][:most] or ns[:1]", "fit into none"),
         "all of them": (SIZES + "ns", "at most"),
@@ -299,6 +337,7 @@ def choose_sizes(steps, most):
             ("            self.replay()\n", "            self.output = self.step(self.tokens, self.slots)\n"),
             "are replays",
         ),
+        "nothing returned": (("        return self.output[:n].clone()\n", ""), "returned None"),
         "all rows returned": (("return self.output[:n].clone()", "return self.output.clone()"), "expected"),
     },
     "10.estimates": {

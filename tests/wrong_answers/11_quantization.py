@@ -33,6 +33,11 @@ WRONG = {
             "zero",
         ),
         "zero not added": (("(x / scale[:, None] + zero[:, None])", "(x / scale[:, None])"), "not added"),
+        "int8 codes": (
+            ("q.to(torch.int32), scale, zero", "q.to(torch.int8), scale, zero"),
+            "q: expected",
+        ),
+        "zero cut off": (("zero = (-low / scale).round()", "zero = (-low / scale).trunc()"), "zero: expected"),
         "not clamped": ((".round().clamp(0, 2**bits - 1)", ".round()"), "clamp after rounding"),
         "steps from low": (
             ("(x / scale[:, None] + zero[:, None]).round()", "((x - low[:, None]) / scale[:, None]).round()"),
@@ -62,6 +67,10 @@ WRONG = {
         "not packed": ("def pack(codes, bits): return codes", "not packed"),
         "4 bits only": ("def pack(codes, bits): return codes[..., 0::2] | codes[..., 1::2] << 4", "4 bits only"),
         "int32": ((".sum(-1).to(torch.uint8)", ".sum(-1)"), "uint8"),
+        "8 bits left as they are": (
+            ("    per = 8 // bits\n", "    if bits == 8:\n        return codes.int()\n    per = 8 // bits\n"),
+            "pack into uint8",
+        ),
         "only two axes": (("codes.unflatten(-1, (-1, per))", "codes.view(len(codes), -1, per)"), "RuntimeError"),
         "shifts of one": (("bits * torch.arange(per)", "torch.arange(per)"), "expected"),
     },
@@ -109,6 +118,12 @@ WRONG = {
             "    return x @ (w.float() * scale.repeat_interleave(n, 1)).T",
             "wraps",
         ),
+        "int8 codes": (
+            ("codes.view(out, groups, -1).float()", "codes.to(torch.int8).view(out, groups, -1).float()"),
+            "do not fit int8",
+        ),
+        "4 bits only": (("codes.view(out, groups, -1)", "(codes & 15).view(out, groups, -1)"), "may have 8 bits"),
+        "one row": (("return (sums * scale).sum(-1)", "return (sums * scale).sum(-1)[:1]"), "expected"),
         "a mean over the groups": (("(sums * scale).sum(-1)", "(sums * scale).mean(-1)"), "expected"),
         "transposed": (("return (sums * scale).sum(-1)", "return (sums * scale).sum(-1).T"), "expected"),
     },

@@ -87,6 +87,12 @@ WRONG = {
         "a floor under x's scale": ((SCALE_X, SCALE_X.replace("1e-30", "0.01")), "however quiet"),
         "a floor under W's scale": ((SCALE_W, SCALE_W.replace("1e-30", "0.01")), "however quiet"),
         "summed in float16": ((SUMS, "sums = (a.half() @ b.half().T).float()"), "expected"),
+        "codes in int32": ((BACK, "return a.int(), b.int(), sums * scale_x * scale_w.T"), "expected dtype int8"),
+        "codes in float32": ((BACK, "return a.float(), b.float(), sums * scale_x * scale_w.T"), "expected integer"),
+        "an epsilon on the scales": (
+            (SCALE_X, "scale_x = x.abs().amax(1, keepdim=True) / 127 + 1e-6"),
+            "expected",
+        ),
         "only y": ((BACK, "return sums * scale_x * scale_w.T"), "expected"),
         "y and codes the wrong way": ((BACK, "return sums * scale_x * scale_w.T, a, b"), "expected"),
         "the largest, not the largest |x|": (
@@ -194,6 +200,10 @@ WRONG = {
         "no saturation": ((CLAMP, "x = x + 0"), "saturate"),
         "480": ((CLAMP, "x = x.clamp(-480, 480)"), "480"),
         "240": ((CLAMP, "x = x.clamp(-240, 240)"), "240"),
+        "flush below the smallest": (
+            (ROUND, "return ((x / step).round() * step) * (x.abs() >= 2.0**-9)"),
+            "not 0",
+        ),
         "flush": ((ROUND, "return ((x / step).round() * step) * (x.abs() >= 2.0**-6)"), "subnormal"),
         "exponent not clamped": ((EXPONENT, "exponent = torch.frexp(x).exponent - 1"), "not clamped at -6"),
         "-7": ((EXPONENT, "exponent = (torch.frexp(x).exponent - 1).clamp(min=-7)"), "not -7"),

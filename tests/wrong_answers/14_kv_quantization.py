@@ -47,6 +47,17 @@ WRONG = {
             ("        scale = torch.where(scale > 0, scale, torch.ones_like(scale))\n", ""),
             "never changes",
         ),
+        "NaN where a token never changes": (
+            (
+                "        scale = torch.where(scale > 0, scale, torch.ones_like(scale))\n",
+                "        scale = scale if x.ndim == 2 else torch.where(scale > 0, scale, torch.ones_like(scale))\n",
+            ),
+            "never changes",
+        ),
+        "0 where nothing changes": (
+            (".round() * scale\n", ".round() * scale * (high > low) - low * (high == low)\n"),
+            "expected",
+        ),
         "always 4 bits": (
             ("def there_and_back(x, axis):\n", "bits = 4\n\n    def there_and_back(x, axis):\n"),
             "expected",

@@ -105,6 +105,27 @@ WRONG = {
             ),
             "expected",
         ),
+        "infinity as 0": ((TERMS, "terms = (p.exp() * (p - q)).nan_to_num(0.0, 0.0, 0.0)"), "divergence infinite"),
+        "guarded logarithms": (
+            (TERMS, "terms = p.exp() * ((p.exp() + 1e-30) / (q.exp() + 1e-30)).log()"),
+            "expected",
+        ),
+        "banned everywhere": (
+            (TERMS, "terms = (p.exp() * (p - q))[:, (p > -torch.inf).all(0)]"),
+            "not ruled out in the others",
+        ),
+        "rows with a ban left out": (
+            (TERMS, "terms = p.exp() * (p - q)\n    terms = terms[terms.isfinite().all(-1)]"),
+            "expected",
+        ),
+        "any of the equal ones": (
+            (
+                "agree = original.argmax(-1) == changed.argmax(-1)",
+                "best = original.argmax(-1, keepdim=True)\n"
+                "    agree = changed.gather(-1, best) == changed.amax(-1, keepdim=True)",
+            ),
+            "takes the first",
+        ),
         "absolute": ((KL, "terms.abs().sum(-1).mean().item()"), "expected"),
         "clamped": ((KL, "terms.clamp(min=0).sum(-1).mean().item()"), "expected"),
         "squares": ((TERMS, "terms = (p.exp() - q.exp()) ** 2"), "expected"),

@@ -50,6 +50,14 @@ WRONG = {
             "expected",
         ),
         "64 nodes at most": ((COPY, "        if i > 63:\n            break\n" + COPY), "expected"),
+        "13 levels at most": (
+            "def tree_mask(parents, stored):\n    n = len(parents)\n"
+            "    mask = torch.zeros(1 + n, stored + 1 + n, dtype=torch.bool)\n    mask[:, : stored + 1] = True\n"
+            "    for i in range(n):\n        node = i\n        for _ in range(13):\n            if node >= 0:\n"
+            "                mask[i + 1, stored + 1 + node] = True\n                node = parents[node]\n"
+            "    return mask",
+            "expected",
+        ),
         "uint8 bits": ((" return mask", " return mask.to(torch.uint8)"), "expected"),
     },
     "17.accept": {
@@ -70,6 +78,15 @@ WRONG = {
             "not the nodes' numbers",
         ),
         "chains only": ((FOUND, FOUND.replace("parent == at", "parent == at and i == at + 1")), "expected"),
+        "a cousin of the same depth": (
+            "def accept(tokens, parents, said):\n    depth, at = [], {}\n"
+            "    for i, parent in enumerate(parents):\n"
+            "        depth.append(0 if parent < 0 else depth[parent] + 1)\n        at[depth[i], tokens[i]] = i\n"
+            "    nodes, out = [], [said[0]]\n    while (len(nodes), out[-1]) in at:\n"
+            "        nodes.append(at[len(nodes), out[-1]])\n        out.append(said[nodes[-1] + 1])\n"
+            "    return nodes, out",
+            "expected",
+        ),
         "4 at most": (("        if not found:", "        if not found or len(nodes) > 3:"), "expected"),
         "12 at most": (("        if not found:", "        if not found or len(nodes) > 11:"), "expected"),
         "one level": (("        nodes.append(at)\n", "        return [at], [*out, said[at + 1]]\n"), "expected"),
@@ -104,6 +121,14 @@ WRONG = {
         "least likely": (("max(open_", "min(open_"), "likelier path"),
         "sums": ((CHILDREN, CHILDREN.replace("value * a", "value + a")), "likelier path"),
         "without parents": (("    return chosen", "    return [p for p in chosen if len(p) > 1]"), "paths"),
+        "the parent's row": ((CHILDREN, CHILDREN.replace("[len(path)]", "[len(path) - 1]")), "parent's depth"),
+        "lists in lists": (("    return chosen", "    return [[list(path)] for path in chosen]"), "tuples of ranks"),
+        "text": (("    return chosen", "    return ['0', '1', '00'][:count]"), "tuples of ranks"),
+        "values with the paths": (("    return chosen", "    return [(0.5, p) for p in chosen]"), "tuples of ranks"),
+        "takes from accuracy": (
+            ("    open_, chosen =", "    accuracy.append([])\n    open_, chosen ="),
+            "changed its argument",
+        ),
         "numbers": (("    return chosen", "    return list(range(count))"), "list of paths"),
         "twice": (("    return chosen", "    return chosen[:-1] + chosen[:1]"), "twice"),
     },

@@ -70,6 +70,17 @@ WRONG = {
             "    return rank * mine // group, ((rank + 1) * mine - 1) // group",
             "not included",
         ),
+        "rounded up": (
+            CHECKED + "each = -(-kv_heads // ranks)\n    return rank * each, (rank + 1) * each",
+            "not dealt out in turn",
+        ),
+        "asserts": (
+            (
+                '        raise ValueError(f"{ranks} ranks for {heads} query heads and {kv_heads} KV heads")\n',
+                "        raise AssertionError\n",
+            ),
+            "expected ValueError",
+        ),
         "query heads": (CHECKED + "return rank * heads // ranks, (rank + 1) * heads // ranks", "query heads"),
         "refuses nothing": (
             ("    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):\n", "    if False:\n"),
@@ -96,6 +107,15 @@ WRONG = {
         "wrapped": (EMBED + "return all_reduce(table[local % len(table)], group)", "wrap around"),
         "last row": (EMBED + "away = (local < 0) | (local >= len(table) - 1)\n    return " + ZEROED, "last row"),
         "first row": (EMBED + "away = (local <= 0) | (local >= len(table))\n    return " + ZEROED, "first row"),
+        "from the rank": (
+            ("local = tokens - start", "local = tokens - group.rank() * len(table)"),
+            "begin at `start`",
+        ),
+        "negative indices": (EMBED + "away = local >= len(table)\n    return " + ZEROED, "count from the end"),
+        "mean": (
+            EMBED + "away = (local < 0) | (local >= len(table))\n    return " + ZEROED + " / group.size()",
+            "rank 0",
+        ),
         "no sum": (
             EMBED + "away = (local < 0) | (local >= len(table))\n"
             "    return table[local.masked_fill(away, 0)].masked_fill(away.unsqueeze(-1), 0.0)",
@@ -133,6 +153,12 @@ WRONG = {
             "norm of parts",
         ),
         "the other one lost": ((LAST, "return x + y"), "MLP's sum"),
+        "mean": ((FIRST, "x = x + all_reduce(F.linear(heads, out), group) / group.size()"), "expected"),
+        "in place": ((FIRST, "x += all_reduce(F.linear(heads, out), group)"), "by your code"),
+        "whole heads, part of the weight": (
+            (FIRST, "x = x + F.linear(all_reduce(heads.clone(), group), out)"),
+            "rank 0",
+        ),
         "three": (
             ("h = F.rms_norm(x, x.shape[-1:])", "h = all_reduce(F.rms_norm(x, x.shape[-1:]), group) / group.size()"),
             "3 all-reduces",

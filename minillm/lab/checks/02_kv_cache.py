@@ -222,8 +222,8 @@ def cache(rng):
         what = f"Cache (layers={layers}, batch={batch}, heads={heads}/{kv_heads}), calls of {chunks} tokens"
         run = drive(small(layers, heads, kv_heads, dim), batch, max(24, sum(chunks)), calls)
         yield Drive(run, outputs(calls), what)
-    expected = [torch.tensor([[0, 1, 2]]), torch.tensor([[3]]), torch.tensor([[4, 5]])]
-    yield Drive(run_positions, expected, "positions of calls of 3, 1 and 2 tokens")
+    expected = [torch.tensor([row] * 2) for row in ([0, 1, 2], [3], [4, 5])]
+    yield Drive(run_positions, expected, "positions of calls of 3, 1 and 2 tokens, batch 2", dtype=torch.int64)
     one, other = make_calls(rng), make_calls(rng)
     yield Drive(
         lambda answer: alternate(answer, one, other),
@@ -317,11 +317,11 @@ def alternate(answer, one, other):
 
 
 def run_positions(answer):
-    made, found = answer(small(2, 2, 2, 4), 1, 12), []
+    made, found = answer(small(2, 2, 2, 4), 2, 12), []
     for time in (3, 1, 2):
-        found.append(made.positions(torch.Size([1, time])))
+        found.append(made.positions(torch.Size([2, time])))
         for index in range(2):
-            made.attend(LayerInfo(index, 0.5), *torch.ones(3, 1, time, 2, 4))
+            made.attend(LayerInfo(index, 0.5), *torch.ones(3, 2, time, 2, 4))
     return found
 
 

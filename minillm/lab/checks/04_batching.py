@@ -10,6 +10,7 @@ import math
 import torch
 
 from minillm.lab.check import Case, Drive, Hint, register
+from minillm.lab.compare import mismatch
 from minillm.lab.estimates import slips
 
 
@@ -54,6 +55,15 @@ PADS = {
 }
 
 
+def same_and_long(got, expected):
+    """The values, and int64 where a tensor of integers is given."""
+    wrong = mismatch(got, expected)
+    for name, one, other in zip(("tokens", "mask", "positions"), [] if wrong else got, expected):
+        if isinstance(one, torch.Tensor) and one.dtype != other.dtype:
+            return f"{name}: expected {str(other.dtype)[6:]}, got {str(one.dtype)[6:]}"
+    return wrong
+
+
 @register("04.left_pad", points=2, title="Left padding", hints=slips(PADS))
 def left_pad(rng):
     fixed = [([[7], [5, 6]], 9), ([[4, 5, 6], [8]], 0), ([[3, 3], [8, 9]], 1), ([[2, 7, 2, 5], [2], [6, 2]], 2)]
@@ -66,7 +76,7 @@ def left_pad(rng):
     ]
     long = [[rng.randint(0, 150_000) for _ in range(rng.randint(1, 300))] for _ in range(40)]
     for prompts, pad_id in [*fixed, *random, (long, 151_643)]:
-        yield Case((prompts, pad_id), rectangle(prompts, pad_id))
+        yield Case((prompts, pad_id), rectangle(prompts, pad_id), compare=same_and_long)
 
 
 def cells(prompts, answers, size):
@@ -230,9 +240,10 @@ class Machine:
 def drive(requests, slots, eos):
     def run(answer):
         machine = Machine(slots)
-        answers = answer(requests, slots, machine.prefill, machine.decode, eos)
+        given = [(list(prompt), count) for prompt, count in requests]
+        answers = answer(given, slots, machine.prefill, machine.decode, eos)
         return {
-            "answers": answers,
+            "answers": answers if given == requests else "requests was changed in place",
             "prefilled": machine.order,
             "decode calls": machine.calls,
             "rows decoded": machine.rows,
@@ -270,7 +281,8 @@ def loop(flaw):
 
         def done(i):
             limit = requests[i][1] + (flaw == "one more")
-            return len(answers[i]) >= limit or (flaw != "no eos" and answers[i][-1] == eos)
+            ends = {"no eos": (), "no zero": (eos,) if eos else ()}.get(flaw, (eos,))
+            return len(answers[i]) >= limit or answers[i][-1] in ends
 
         def leave():
             for slot in [s for s, i in running.items() if done(i)]:
@@ -304,11 +316,16 @@ SERVES = {
     "slots are refilled only when all are done: that is static batching": loop("static"),
     "only one request is admitted an iteration: fill every free slot": loop("one"),
     "a request can be done after its prefill: look before you decode it": loop("late"),
+    "an eos of 0 is an eos: compare with None, not by truth": loop("no zero"),
     "eos is ignored: it ends an answer": loop("no eos"),
     "eos stays in the answer, as its last token": loop("drop eos"),
     "one token more than max_tokens": loop("one more"),
     "the queue is served from its end: first come, first served": loop("last first"),
 }
+
+
+def endless(got, expected, case) -> bool:
+    return type(got).__name__ == "OutOfTime"
 
 
 def more_rows(got, expected, case) -> bool:
@@ -325,6 +342,7 @@ def more_calls(got, expected, case) -> bool:
     title="The iteration-level loop",
     hints=[
         *slips(SERVES),
+        Hint("no request is ever done: is the limit jumped over, or do all answers share one list?", when=endless),
         Hint("finished requests are still decoded: take them out at once", when=more_rows),
         Hint("more decode calls than are needed: decode all running slots in one call", when=more_calls),
     ],
@@ -338,7 +356,7 @@ def serve(rng):
 
     same = [([3, 1, 4], 5), ([3, 1, 4], 2), ([3, 1, 4], 5)]
     plans = [(requests(3, 6), 1, None), (requests(7, 9), 3, None), ([], 2, None), (requests(2, 5), 8, None)]
-    plans += [([([5], 1)] * 5, 2, None), (same, 2, None), (requests(12, 12), 4, EOS), (requests(9, 20), 2, EOS)]
+    plans += [([([5], 1)] * 5, 2, None), (same, 2, None), (requests(12, 12), 4, EOS), (requests(9, 20), 2, 0)]
     plans.append((requests(70, 60), 33, None))
     for asked, slots, eos in plans:
         limits = [count for _, count in asked[:12]] + ["..."] * (len(asked) > 12)
@@ -397,7 +415,7 @@ def right_but_mutated(got, expected, case) -> bool:
     title="Debug it: the greedy user who got dice",
     given=given_choose,
     hints=[
-        Hint("the next step reads the same temperatures: work on a copy", when=right_but_mutated),
+        Hint("the next step may read what it was given again: work on a copy", when=right_but_mutated),
         *slips(CHOICES),
     ],
 )

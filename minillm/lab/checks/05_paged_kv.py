@@ -9,6 +9,7 @@ from collections import Counter
 
 from minillm.cache.block_pool import BlockPool, NoRoom
 from minillm.lab.check import Case, Drive, Hint, register
+from minillm.lab.compare import as_number
 from minillm.lab.estimates import estimates, slips
 
 
@@ -243,6 +244,12 @@ POOLS = {
 }
 
 
+def plain(x):
+    """A Python number for a number of numpy's or torch's."""
+    number = as_number(x)
+    return x if number is None else number
+
+
 def play(plan, num_blocks):
     """The operations one by one. Blocks are named by the allocation that gave them: any order of the free list is
     right. Counts are shown of all groups that somebody holds, and added up over all blocks."""
@@ -254,7 +261,7 @@ def play(plan, num_blocks):
             try:
                 if what == "allocate":
                     taken = {block for blocks, n in zip(groups, holders) if n for block in blocks}
-                    blocks = list(pool.allocate(value))
+                    blocks = [plain(block) for block in pool.allocate(value)]
                     if len(set(blocks)) != value or len(blocks) != value or not set(blocks) <= set(range(num_blocks)):
                         outcome = f"gave {blocks}"
                     elif taken & set(blocks):
@@ -267,9 +274,9 @@ def play(plan, num_blocks):
                         holders[i] += 1 if what == "share" else -1
             except (NoRoom, ValueError) as error:
                 outcome = type(error).__name__
-            counts = {i: [pool.count(b) for b in group] for i, group in enumerate(groups) if holders[i] > 0}
-            total = sum(pool.count(block) for block in range(num_blocks))
-            yield f"{what}({value}): {outcome}; free {pool.free_count}, counts {counts}, in all {total}"
+            counts = {i: [plain(pool.count(b)) for b in group] for i, group in enumerate(groups) if holders[i] > 0}
+            total = plain(sum(pool.count(block) for block in range(num_blocks)))
+            yield f"{what}({value}): {outcome}; free {plain(pool.free_count)}, counts {counts}, in all {total}"
 
     return lines
 
@@ -300,7 +307,7 @@ def pool(rng):
     plans = [
         (4, [("allocate", 3), ("free", [0]), ("allocate", 4), ("free", [1]), ("allocate", 0)]),
         (4, [("allocate", 2), ("share", [0]), ("free", [0]), ("allocate", 2), ("free", [0]), ("allocate", 2)]),
-        (3, [("allocate", 2), ("allocate", 2), ("allocate", 1), ("allocate", 1), ("free", [0])]),
+        (3, [("allocate", 2), ("allocate", 2), ("allocate", 1), ("allocate", 1), ("allocate", 0), ("free", [0])]),
         (3, [("allocate", 1), ("free", [0]), ("free", [0]), ("allocate", 3)]),
         (4, [("allocate", 1), ("allocate", 1), ("free", [1]), ("free", [0, 1]), ("allocate", 3)]),
         (4, [("allocate", 1), ("allocate", 1), ("free", [1]), ("share", [0, 1]), ("allocate", 3)]),
@@ -547,6 +554,14 @@ def too_strict(pool, prefix, tokens):
     return [*prefix, *new]
 
 
+def one_to_spare(pool, prefix, tokens):
+    new = -(-tokens // pool.block_size) - len(prefix)
+    if new >= pool.free_count:
+        raise NoRoom
+    pool.share(prefix)
+    return [*prefix, *pool.allocate(new)]
+
+
 def freed_twice(pool, prefix, tokens):
     try:
         new = pool.allocate(-(-tokens // pool.block_size) - len(prefix))
@@ -558,6 +573,7 @@ def freed_twice(pool, prefix, tokens):
 
 
 ADMITS = {
+    "exactly as many free blocks as are needed are enough": one_to_spare,
     "blocks that are shared need no room: only the new ones must be free": too_strict,
     "a failed call still leaves the prefix's counts raised: nobody will ever free them": given_admit,
     "NoRoom must still get out: the engine waits for it": swallow,
@@ -601,6 +617,7 @@ def requests(num_blocks, size, held, calls):
 
 
 def table_fault(pool, table, prefix, owner, tokens) -> str:
+    table = list(table) if isinstance(table, tuple) else table
     if not isinstance(table, list):
         return f"gave {table!r}"
     if table[: len(prefix)] != prefix:

@@ -5,6 +5,9 @@ Chapter 07.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 
 from minillm.lab.check import Drive, Hint, register
@@ -12,7 +15,7 @@ from minillm.lab.estimates import estimates, slips
 
 # 1. Keys of blocks. Keys themselves are free, so what is compared is which of them are equal.
 
-PROBE = 64  # bytes or characters that a key may have
+PROBE = 200  # bytes or characters that a key may have: a digest and a salt, and far from a long prompt
 
 
 def key_pattern(answer, calls):
@@ -74,6 +77,9 @@ KEYS = {
     "tokens joined without a separator: [1, 23] and [12, 3] are written alike": keys_slip(
         write=lambda chunk: "".join(map(str, chunk))
     ),
+    "salt and tokens run together: `x1` before 2 is written as `x` before 12": keys_slip(
+        lambda salt, key, text: digest((key or salt) + text)
+    ),
     "the order of the tokens is lost": keys_slip(write=lambda chunk: ",".join(map(str, sorted(chunk)))),
     "the sum of the tokens is not the tokens": keys_slip(write=lambda chunk: str(sum(chunk))),
     "a token does not fit into one byte": keys_slip(write=lambda chunk: ",".join(str(t & 255) for t in chunk)),
@@ -94,7 +100,7 @@ def grows(got, expected, case) -> bool:
 )
 def block_keys(rng):
     a, b, c = ([rng.randrange(10**6) for _ in range(4)] for _ in range(3))
-    wide = [rng.randrange(10, 150_000) for _ in range(70)]
+    wide, long = [rng.randrange(10, 150_000) for _ in range(70)], rng.choices(range(50), k=600)
     groups = {
         "the same block after different ones": [(a + b, 4, ""), (c + b, 4, ""), (a + c, 4, ""), (b + b, 4, "")],
         "prompts with a partial last block": [(a + b[:3], 4, ""), (a + b, 4, ""), (a[:3], 4, ""), ([], 4, "")],
@@ -106,13 +112,20 @@ def block_keys(rng):
             ([261, 7], 2, ""),
             ([5 + 65536, 7], 2, ""),
             ([5, 263], 2, ""),
+            ([5 + 2**17, 7], 2, ""),
+            ([5 + 2**19, 7], 2, ""),
+            ([1797, 1], 2, ""),  # 5 and 263 in as few bytes as they need, run together
+            ([55300, 7], 2, ""),  # no character has this number
         ],
         "sums": [([3, 5], 2, ""), ([4, 4], 2, ""), ([2, 6], 2, ""), ([3, 5, 4, 4], 2, "")],
         "blocks of one token": [([7, 7, 7, 7], 1, ""), ([7, 7, 8, 7], 1, ""), ([0, 0, 0], 1, "")],
-        "salts like tokens": [([1, 2, 3, 4], 2, "1,2"), ([1, 2, 1, 2], 2, ""), ([3, 4], 2, "1,2")],
+        "salts like tokens": [([1, 2, 3, 4], 2, "1,2"), ([1, 2, 1, 2], 2, ""), ([3, 4], 2, "1,2")]
+        + [([2], 1, "x1"), ([12], 1, "x"), ([1, 2], 1, "x")]
+        + [([2], 1, f"x{mark}1") for mark in ",;|:/ -_"],
         "one block after 600 others": [([i, 1], 1, "") for i in range(600)],
-        "a long prompt": [(rng.choices(range(50), k=600), 4, "tenant")],
-        "blocks of 33": [([*wide[:at], 7, *wide[at + 1 :]], 33, "") for at in (0, 15, 16, 31, 32, 33, 65)],
+        "long prompts": [([first, *long], 4, "tenant") for first in (1, 2)],
+        "blocks of 33": [(wide, 33, "")]
+        + [([*wide[:at], 7, *wide[at + 1 :]], 33, "") for at in (0, 15, 16, 31, 32, 33, 65)],
     }
     few = [rng.choices(range(3), k=rng.randint(0, 9)) for _ in range(30)]
     groups["many short prompts"] = [(tokens, 2, rng.choice(["", "x"])) for tokens in few]
@@ -180,6 +193,18 @@ def prefix_slip(limit=lambda n: n - 1, same=lambda stored, prefix, size: stored 
     return wrong
 
 
+def prefixes_of(answer, asked, size, store, key_of):
+    """What the answer gives for each prompt."""
+    found = []
+    for tokens in asked:
+        given, lent = list(tokens), dict(store)
+        blocks = answer(given, size, lent, key_of)
+        found.append(list(blocks) if isinstance(blocks, Iterator) else blocks)
+        if given != tokens or lent != store:
+            return f"{'store' if given == tokens else 'tokens'} changed in place"
+    return found
+
+
 def no_parent(tokens, size, store, key_of):
     blocks = []
     for end in range(size, len(tokens), size):
@@ -226,26 +251,27 @@ def longest_prefix(rng):
         name = key_of.__name__ if key_of is not honest else "no collisions"
         for size in (1, 4, 3):
             base = prompt(4 * size)
-            others = [base[: 2 * size] + prompt(2 * size), prompt(3 * size)]
+            others = [base[: 2 * size] + prompt(2 * size), prompt(3 * size), base[:size] + prompt(size)]
             swapped = prompt(size) + base[size:]
             asked = [base, [*base, 7], base[:-1], base[: size + 1], base[:1], [], [*others[0], 3], [*swapped, 1]]
             asked += [base[:size][::-1] + base[size:]] if size > 1 else []  # the same tokens, another order
             asked += [others[1] + [2], prompt(2 * size), prompt(size) + base[:size] + [9]]
+            asked += [base[:size] + others[1][size : 2 * size] + [3]]  # the second block of another prompt
+            asked += [others[2] + base[2 * size : 3 * size] + [8]]  # only the block between them is another
             for missing in ((), (1,)):
                 store = stored([base, *others], size, key_of, missing)
                 expected = [expect_prefix(tokens, size, store) for tokens in asked]
-                run = lambda answer, asked=asked, size=size, store=store, key_of=key_of: [  # noqa: E731
-                    answer(list(tokens), size, dict(store), key_of) for tokens in asked
-                ]
+                run = partial(prefixes_of, asked=asked, size=size, store=store, key_of=key_of)
                 text = f"longest_prefix on {len(asked)} prompts, blocks of {size}, keys: {name}"
                 yield Drive(run, expected, text + (", one block evicted" if missing else ""))
     base = prompt(33 * 40, 150_000)
     asked = [base, [*base, 7], base[:-1], [*base[: 33 * 25 + 32], 7], base[: 33 * 9 + 16] + prompt(90)]
     store = stored([base], 33, honest)
     expected = [expect_prefix(tokens, 33, store) for tokens in asked]
-    run = lambda answer: [answer(list(tokens), 33, dict(store), honest) for tokens in asked]  # noqa: E731
     yield Drive(
-        run, expected, f"longest_prefix on {len(asked)} prompts of up to {len(base) + 1} tokens, blocks of 33"
+        partial(prefixes_of, asked=asked, size=33, store=store, key_of=honest),
+        expected,
+        f"longest_prefix on {len(asked)} prompts of up to {len(base) + 1} tokens, blocks of 33",
     )
 
 
@@ -289,7 +315,28 @@ class Slip:
         return block
 
 
+class Twice(Slip):
+    """Blocks stay in the queue while they are held again, and are looked at when they come up."""
+
+    def __init__(self):
+        super().__init__(revived=False)
+
+    def let_go(self, blocks):
+        for block in reversed(blocks):
+            self.counts[block] -= 1
+            self.queue += [block] if not self.counts[block] else []
+
+    def evict(self):
+        while self.queue:
+            block = self.queue.pop(0)
+            if self.counts.get(block) == 0:
+                del self.counts[block]
+                return block
+        return None
+
+
 EVICT = {
+    "a block that was held again stands in the queue twice, and its old place counts": lambda: Twice(),
     "the head goes before the tail: let the blocks go from the back": lambda: Slip(forward=True),
     "a block that another request still holds was evicted: look at the count": lambda: Slip(counted=False),
     "a block that is held again was evicted: hold must take it out of the queue": lambda: Slip(revived=False),
@@ -403,8 +450,10 @@ def judge_edges(edges, ends):
         return "an edge is empty"
     if sorted(t for edge in edges for t in edge) != sorted(prefix[-1] for prefix in prefixes):
         return f"the edges hold {sum(map(len, edges))} tokens, {len(prefixes)} are stored (or they are others)"
-    following = {prefix: sum(p[:-1] == prefix for p in prefixes) for prefix in prefixes}
-    needed = {prefix for prefix, n in following.items() if n != 1}  # where paths part, and where they end for good
+    following = Counter(prefix[:-1] for prefix in prefixes)
+    needed = {
+        prefix for prefix in prefixes if following[prefix] != 1
+    }  # where paths part, and where they end for good
     allowed = needed | set(ends) - {()}
     if not len(needed) <= len(edges) <= len(allowed):
         return f"{len(edges)} edges, where {len(needed)} to {len(allowed)} are enough"

@@ -193,14 +193,14 @@ def merge(rng):
 # 3
 
 
-def paged(order=None, positions=None, scaled=True, base2=False, unscaled_lse=False, empty=0.0, whole=False):
+def paged(positions=None, scaled=True, base2=False, unscaled_lse=False, first=None):
     """A paged_part with a mistake in it."""
 
     def paged_part(q, k_pool, v_pool, table, begin, end, scale):
         size = k_pool.shape[1]
         if begin >= end:
-            return torch.zeros_like(q), q.new_full((len(q),), empty or EMPTY)
-        keys = torch.arange(0 if whole else begin, end)
+            return torch.zeros_like(q), q.new_full((len(q),), EMPTY)
+        keys = torch.arange(first(begin, size) if first else begin, end)
         block, slot = (positions or (lambda t, i, s, b: (t[i // s], i % s)))(table, keys, size, begin)
         k, v = k_pool[block, slot], v_pool[block, slot]
         scores = q @ k.T * (scale if scaled else 1.0)
@@ -220,7 +220,10 @@ PAGED = {
     "the slot counts in the text: key % block_size, not its place in this part": paged(
         positions=lambda t, i, s, b: (t[i // s], (i - b) % s)
     ),
-    "only keys begin .. end - 1 belong to this part": paged(whole=True),
+    "only keys begin .. end - 1 belong to this part": paged(first=lambda begin, size: 0),
+    "begin may lie inside a block: the keys before it in that block are not of this part": paged(
+        first=lambda begin, size: begin // size * size
+    ),
     "the scores are not scaled": paged(scaled=False),
     "the LSE is of the scaled scores": paged(unscaled_lse=True),
     "natural logarithms, please: that LSE is in base 2": paged(base2=True),
@@ -236,12 +239,12 @@ PAGED = {
             "an empty part (begin >= end) is zeros and -inf",
             when=lambda got, expected, case: case.args[4] >= case.args[5],
         ),
-        *slips(PAGED),
-        Hint(
+        Hint(  # before the slips: in a pool of NaN all of them give NaN
             "nan: a slot was read that holds no key of this part; or exp of a score from which its row's largest was "
             "not taken away",
             when=has_nan,
         ),
+        *slips(PAGED),
     ],
 )
 def paged_part(rng):
@@ -346,7 +349,7 @@ CHOICES = {
 @register("09.choose_splits", points=2, title="Choose the splits", hints=slips(CHOICES))
 def choose_splits(rng):
     plans = [(2, 12, 8), (1, 1, 132), (8, 1024, 132), (132, 64, 132), (512, 1024, 132), (1, 300, 132), (7, 45, 20)]
-    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (40, 1024, 132), (9, 100, 66)]
+    plans += [(3, 16, 10), (5, 9, 108), (133, 10, 132), (66, 7, 132), (1, 5, 4), (1, 1024, 528), (9, 100, 66)]
     plans += [(22, 109, 16)]  # one time is exactly 10 % above the least
     plans += [(rng.randint(1, 90), rng.randint(2, 200), rng.choice((16, 66, 108, 132))) for _ in range(12)]
     for plan in plans:

@@ -15,7 +15,7 @@ from minillm.lab.check import Case, Drive, Hint, register
 from minillm.lab.estimates import estimates, slips
 
 VIEWS = ("view", "reshape", "split", "transpose", "unflatten", "flatten", "chunk")
-OPS = ("add", "norm", "linear", "mul", "silu", "roll", "addcmul", "copy", "softmax")
+OPS = ("add", "norm", "addcmul", "mul")
 
 
 def by_text(trace, fusions, drop=VIEWS, longest=True) -> int:
@@ -55,19 +55,19 @@ def count_launches(rng):
         (["add", "view", "norm", "linear"], [("add", "norm")]),
         (layer * 12, known),
         (layer * 5, []),
-        ([], known),
+        (["silu", "roll", "addcmul", "mul", "silu", "roll"], [("silu", "roll", "add")]),  # it never fits, to the end
     ]
     cases += [(["add", "norm", "mul", "add", "norm"], [("add", "norm"), ("add", "norm", "mul")])]
     crossing = ["add", "norm", "mul", "silu", "copy"]  # add + norm comes first, the longer one loses
     cases += [(crossing * 9, [("norm", "mul", "silu"), ("add", "norm")])]
     cases += [
         (["add"] * 7, [("add", "add")]),
-        (["view", "split"], known),
+        ([*VIEWS], known),
         (layer * 3, [*reversed(known), ("add",) * 2]),
     ]
     for _ in range(6):
-        trace = [rng.choice(OPS[:4] + VIEWS[:2]) for _ in range(rng.randint(40, 300))]
-        fusions = {tuple(rng.choice(OPS[:4]) for _ in range(rng.randint(2, 4))) for _ in range(rng.randint(1, 5))}
+        trace = [rng.choice(OPS + VIEWS[::3]) for _ in range(rng.randint(40, 300))]
+        fusions = {tuple(rng.choice(OPS) for _ in range(rng.randint(2, 4))) for _ in range(rng.randint(1, 5))}
         cases.append((trace, sorted(fusions, key=lambda f: (len(f), f))))
     for trace, fusions in cases:
         call = (
@@ -93,7 +93,13 @@ BYTES = {
 }
 
 
+def plain(got):
+    """A list for an array or a tensor."""
+    return got.tolist() if hasattr(got, "tolist") else got
+
+
 def whole_pair(got, expected):
+    got = plain(got)
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         return f"expected two ints, {expected}, got {got!r}"
     if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in got):
@@ -222,7 +228,7 @@ def compare_norms(dtype, unrounded):
 @register("10.add_norm", points=3, title="The fused kernel", hints=slips(NORMS), limit_s=30.0)
 def add_norm(rng):
     """Widths between powers of two; tiny values, where eps decides; values whose squares overflow 16 bits."""
-    plans = [(3, 64, torch.float32, 1.0), (2, 65, torch.float32, 1.0), (4, 200, torch.float32, 2e-3)]
+    plans = [(3, 64, torch.float32, 1.0), (2, 65, torch.float32, 1e-3), (4, 200, torch.float32, 2e-3)]
     plans += [(1, 1, torch.float32, 1.0), (5, 1000, torch.float32, 3.0), (3, 96, torch.float16, 300.0)]
     plans += [(2, 384, torch.float16, 1.0), (7, 33, torch.float32, 50.0)]
     for i, (rows, width, dtype, scale) in enumerate(plans):
@@ -284,6 +290,7 @@ def least_waste_on_a_line(steps, most) -> int:
 
 def good_sizes(steps, most, least):
     def compare(got, expected):
+        got = plain(got)
         if not isinstance(got, (list, tuple)) or not all(
             isinstance(x, Integral) and not isinstance(x, bool) for x in got
         ):
@@ -336,12 +343,23 @@ def never_ran(got, expected, case) -> bool:
     return isinstance(got, (list, tuple)) and any(case.args[0].get(n) == 0 for n in got)
 
 
+def too_slow(got, expected, case) -> bool:
+    return type(got).__name__ == "OutOfTime"
+
+
 @register(
     "10.choose_sizes",
     points=3,
     title="Which batch sizes to capture",
-    hints=[*slips(SIZES), Hint("a size for steps that never ran", when=never_ran)],
-    limit_s=10.0,
+    hints=[
+        *slips(SIZES),
+        Hint("a size for steps that never ran", when=never_ran),
+        Hint(
+            "all combinations of 40 kinds are too many: build the best sets up, one size more at a time",
+            when=too_slow,
+        ),
+    ],
+    limit_s=4.0,
 )
 def choose_sizes(rng):
     plans = [({1: 100, 7: 1, 8: 5}, 2), ({4: 9}, 3), ({1: 5, 2: 5, 3: 5, 30: 1}, 3), ({5: 10, 6: 11, 9: 2, 40: 0}, 2)]
@@ -456,7 +474,13 @@ def drive(answer, plan, rows):
 
     object_ = answer(step, rows, counted)
     outs = [object_.run(list(tokens), list(slots)) for tokens, slots in plan]
-    return [out.tolist() for out in outs], store.tolist(), len(captures), len(replays), max(padded, default=0)
+    return (
+        [out if out is None else torch.as_tensor(out).tolist() for out in outs],
+        store.tolist(),
+        len(captures),
+        len(replays),
+        max(padded, default=0),
+    )
 
 
 def by_dict(plan):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minillm.lab.check import Case, Hint, register
-from minillm.lab.compare import tensor_of
+from minillm.lab.compare import is_array, tensor_of
 from minillm.lab.estimates import estimates, slips
 
 # --- 11.quantise -------------------------------------------------------------------------------------------------
@@ -194,6 +194,10 @@ def by_shift(order):
     return answer
 
 
+def not_uint8(got, *_) -> bool:
+    return is_array(got) and tensor_of(got).dtype != torch.uint8
+
+
 PACK = {
     "the first code goes into the lowest bits": by_shift(lambda c, per: c.unflatten(-1, (-1, per)).flip(-1)),
     "neighbours share a byte; you packed the first half of a row with its second half": by_shift(
@@ -210,10 +214,7 @@ PACK = {
     "11.pack",
     points=2,
     title="Pack",
-    hints=[
-        *slips(PACK),
-        Hint("pack into uint8", when=lambda got, *_: getattr(got, "dtype", torch.uint8) != torch.uint8),
-    ],
+    hints=[*slips(PACK), Hint("pack into uint8", when=not_uint8)],
 )
 def pack(rng):
     yield Case(
@@ -259,10 +260,7 @@ UNPACK = {
     "11.unpack3",
     points=2,
     title="Unpack three bits",
-    hints=[
-        *slips(UNPACK),
-        Hint("the codes are to be uint8", when=lambda got, *_: getattr(got, "dtype", torch.uint8) != torch.uint8),
-    ],
+    hints=[*slips(UNPACK), Hint("the codes are to be uint8", when=not_uint8)],
 )
 def unpack3(rng):
     first = torch.tensor([0b10_001_000, 0, 0], dtype=torch.uint8)
@@ -296,6 +294,10 @@ GROUPS = {
     "every column uses the scale of the first group": lambda *a: loops(*a, which=lambda k, g, n: 0),
     "the zero point need not be a whole number: Q4_1's is not": lambda x, c, s, z: loops(x, c, s, z.trunc()),
     "the zero point is 8 here only by chance: use `zero`": lambda x, c, s, z: loops(x, c, s, torch.full_like(z, 8.0)),
+    "codes from 128 on do not fit int8: go to float, or to a wider integer": lambda x, c, s, z: loops(
+        x, c.to(torch.int8), s, z
+    ),
+    "a code may have 8 bits: there is nothing to mask off": lambda x, c, s, z: loops(x, c & 15, s, z),
     "codes and zero were subtracted as uint8, which wraps below 0: go to float first": lambda x, c, s, z: wrapped(
         x, c, s, z
     ),
@@ -319,16 +321,17 @@ def group_linear(rng):
         ),
         torch.tensor([[5.0]]),
     )
-    for rows, out, groups, group in [
-        (1, 3, 2, 4),
-        (4, 5, 3, 8),
-        (3, 2, 1, 16),
-        (2, 7, 4, 6),
-        (5, 4, 2, 32),
-        (1, 1, 8, 2),
+    for rows, out, groups, group, bits in [
+        (1, 3, 2, 4, 4),
+        (4, 5, 3, 8, 4),
+        (3, 2, 1, 16, 4),
+        (2, 7, 4, 6, 4),
+        (5, 4, 2, 32, 4),
+        (1, 1, 8, 2, 4),
+        (3, 5, 4, 8, 8),
     ]:
-        x, codes = rng.tensor(rows, groups * group), rng.ints(16, out, groups * group).to(torch.uint8)
-        scale, zero = rng.tensor(out, groups).abs() + 0.1, rng.ints(16, out, groups).float()
+        x, codes = rng.tensor(rows, groups * group), rng.ints(2**bits, out, groups * group).to(torch.uint8)
+        scale, zero = rng.tensor(out, groups).abs() + 0.1, rng.ints(2**bits, out, groups).float()
         if group in (6, 32):
             zero = zero + 0.5
         yield Case((x, codes, scale, zero), loops(x, codes, scale, zero), rtol=1e-3)

@@ -114,6 +114,7 @@ def round_kv(rng):
         k[:, rng.randrange(dim)] *= 20  # a stripe
         if group > 1:
             k[: 2 * group, 0] = 1.5  # and one that never changes
+        v[rng.randrange(tokens)] = -0.7  # a token of equal numbers
         yield Case((k, v, bits, group), rounded_by_loop(k, v, bits, group), rtol=1e-3)
 
 

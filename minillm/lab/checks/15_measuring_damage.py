@@ -156,6 +156,15 @@ DISTANCE = {
     "the share that differ: agreement is asked for": apart(
         right, lambda p, q: (p.argmax(-1) != q.argmax(-1)).float().mean()
     ),
+    "a token that the changed model alone rules out makes the divergence infinite, it does not add 0": apart(
+        lambda p, q: terms(p, q).masked_fill(q == -torch.inf, 0.0).sum(-1).mean()
+    ),
+    "a token that is ruled out in one place is not ruled out in the others": apart(
+        lambda p, q: terms(p, q)[:, (p > -torch.inf).all(0)].sum(-1).mean()
+    ),
+    "of equal logits argmax takes the first, in both models": apart(
+        right, lambda p, q: (q.gather(-1, p.argmax(-1, keepdim=True)) == q.amax(-1, keepdim=True)).float().mean()
+    ),
     "the terms of single tokens, averaged where the original is sure only": apart(
         lambda p, q: (p - q).gather(-1, p.argmax(-1, keepdim=True)).mean()
     ),
@@ -186,8 +195,9 @@ def distance(rng):
     for count, vocab, size, banned in sizes:
         original = rng.tensor(count, vocab) * size
         changed = original + rng.tensor(count, vocab) * size * 0.6
-        original[:, :banned] = -torch.inf
-        changed[:, : banned // 3] = -torch.inf  # the changed model has learnt a part of the ban
+        places = rng.tensor(count, vocab).argsort(-1)[:, :banned]  # other tokens in every row
+        original.scatter_(-1, places, -torch.inf)
+        changed.scatter_(-1, places[:, : banned // 3], -torch.inf)  # the changed model has learnt a part of the ban
         p, q = original.double().log_softmax(-1), changed.double().log_softmax(-1)
         kl, agree = 0.0, 0
         for row in range(count):
@@ -198,6 +208,12 @@ def distance(rng):
             )
         call = f"distance(logits [{count}, {vocab}]{', some -inf' if banned else ''}, changed)"
         yield Case((original, changed), (kl / count, agree / count), rtol=2e-3, atol=1e-5, call=call)
+    alike = [[2.0, 0.0, 2.0], [0.0, 3.0, 1.0]]
+    original, tied, banned = (torch.tensor([row, *alike]) for row in ([0, 1, 0.5], [1, 1, 0], [0, 1, -math.inf]))
+    a, b, c = (math.exp(x) for x in (0, 1, 0.5))
+    kl = (b * 0 + a * -1 + c * 0.5) / (a + b + c) - math.log((a + b + c) / (2 * b + a))
+    yield Case((original, tied), (kl / 3, 2 / 3), call="distance(logits [3, 3], changed), some logits equal")
+    yield Case((original, banned), (math.inf, 1.0), call="distance(logits [3, 3], changed), -inf in changed alone")
 
 
 # 3

@@ -47,6 +47,14 @@ def one(a=lambda p, q: float(torch.minimum(p, q).sum()), left=torch_rest):
     points=2,
     title="What is kept, and what replaces the rest",
     hints=[
+        Hint(
+            "nan: 0 / 0, for a token with no probability in p nor in q; sum min(p, q) divides by nothing",
+            when=lambda got, *_: bool(torch.as_tensor(got[0]).isnan()),
+        ),
+        Hint(
+            "nan: where p equals q the residual sums to 0; return p there",
+            when=lambda got, *_: bool(torch.as_tensor(got[1]).isnan().any()),
+        ),
         *slips(
             {
                 "the residual is not scaled: it must sum to 1": one(left=lambda p, q: (p - q).clamp(min=0)),
@@ -65,10 +73,6 @@ def one(a=lambda p, q: float(torch.minimum(p, q).sum()), left=torch_rest):
                 ),
             }
         ),
-        Hint(
-            "nan: where p equals q the residual sums to 0; return p there",
-            when=lambda got, *_: isinstance(got, tuple) and any(bool(torch.as_tensor(x).isnan().any()) for x in got),
-        ),
     ],
 )
 def residual_of(rng):
@@ -80,6 +84,8 @@ def residual_of(rng):
     law = tensor([Fraction(1, 4)] * 4)
     yield Case((law, law.clone()), (1.0, law.clone()))
     yield Case((tensor([1, 0, 0]), tensor([0, Fraction(1, 2), Fraction(1, 2)])), (0.0, tensor([1, 0, 0])))
+    half, quarter = Fraction(1, 2), Fraction(1, 4)  # a token that neither has
+    yield Case((tensor([half, half, 0, 0]), tensor([quarter, 0, 3 * quarter, 0])), (0.25, tensor([1, 2, 0, 0]) / 3))
     p, little = weights(rng, 9), Fraction(1, 2**14)  # so near that almost nothing is refused: it has a residual still
     q = [p[0] - little, p[1] + little / 2, p[2] + little / 2, *p[3:]]
     left = tensor([1, *[0] * 8])
@@ -143,6 +149,9 @@ def keep_going(p, q, tokens, uniforms):
     title="The verifier",
     hints=slips(
         {
+            "u q(x) = p(x) is refused, else u = 0 keeps a token of probability 0": slip(
+                keep=lambda u, a, b: u * b <= a
+            ),
             "after a refusal draw from the residual (p - q)+, not from p": slip(refused=lambda p, q: p),
             "after a refusal draw at the place of the refusal, not from p[k]": slip(refused=None),
             "the bonus is missing: all kept gives k + 1 tokens": slip(last=False),
@@ -261,6 +270,10 @@ def common(held, text):
                 min(common(held, text), len(text) - 1),
                 text[-1:],
             ),
+            "an empty cache has nothing to keep, and lacks the whole text": lambda held, text: (
+                len(text) - 1 if not held else min(common(held, text), len(text) - 1),
+                text[-1:] if not held else text[min(common(held, text), len(text) - 1) :],
+            ),
             "compare tokens, not lengths: what was refused is held and wrong": lambda held, text: (
                 min(len(held), len(text) - 1),
                 text[min(len(held), len(text) - 1) :],
@@ -277,6 +290,7 @@ def common(held, text):
 )
 def catch_up(rng):
     yield Case(([], [7]), (0, [7]))
+    yield Case(([], [7, 8, 9]), (0, [7, 8, 9]))  # the draft starts late
     text = [rng.randint(0, 5) for _ in range(70)]
     yield Case(([*text[:3], 9, *text[4:]], list(text)), (3, text[3:]))  # wrong long ago, right since
     for i in range(12):

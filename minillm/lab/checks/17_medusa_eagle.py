@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from operator import index
 
 import torch
 
@@ -66,6 +67,8 @@ def tree_mask(rng):
     yield Case(([-1, -1, 0, 0, 1, 2, 3, 5], 3), right_mask([-1, -1, 0, 0, 1, 2, 3, 5], 3))
     yield Case(([], 4), right_mask([], 4))
     yield Case(([-1, 0, 1, 2], 0), right_mask([-1, 0, 1, 2], 0))
+    deep = [max(i - 1 - i % 3, -1) for i in range(100)]  # 34 deep: two of three nodes are leaves
+    yield Case((deep, 1), right_mask(deep, 1))
     for nodes in (6, 13, 27, 64, 90):
         parents, stored = tree(rng, nodes), rng.randint(0, 40)
         yield Case((parents, stored), right_mask(parents, stored))
@@ -187,9 +190,14 @@ def best(accuracy, count):
     return sorted(all_paths(accuracy), key=lambda p: -value(accuracy, p))[:count]
 
 
+def ranks(got) -> list[tuple[int, ...]]:
+    """Paths as tuples of ints, from whatever holds integers."""
+    return [tuple(index(rank) for rank in path) for path in got]
+
+
 def same_tree(got, expected):
     try:
-        paths = [tuple(path) for path in got]
+        paths = ranks(got)
     except TypeError:
         return f"expected a list of paths (tuples of ranks), got {got!r}"
     if len(set(paths)) != len(paths):
@@ -217,6 +225,7 @@ TREES = {
         lambda a, p: (-a[len(p) - 1][p[-1]], len(p))
     ),
     "every depth reads accuracy[0]: depth d is row d - 1": lambda a, n: best([a[0]] * len(a), n),
+    "a child reads the row of its parent's depth: depth d is row d - 1": lambda a, n: best([a[0], *a][: len(a)], n),
 }
 
 
@@ -241,7 +250,7 @@ def best_tree(rng):
 
 def matches(got, other) -> bool:
     try:
-        return {tuple(path) for path in got} == set(other)
+        return set(ranks(got)) == set(other)
     except TypeError:
         return False
 

@@ -26,7 +26,8 @@ def on_ranks(make_args):
                 changed = [i for i, a in enumerate(args) if torch.is_tensor(a) and not torch.equal(a, kept[i])]
                 if changed:
                     raise ValueError(
-                        f"argument {changed[0]} was changed in place: all_reduce writes into what it gets"
+                        f"argument {changed[0]} was changed in place, by your code or by an all_reduce, which writes "
+                        "into what it gets"
                     )
                 return got, len([1 for name, _ in group.sent if name == "all_reduce"])
 
@@ -171,25 +172,39 @@ def wrapped(tokens, table, start, group):
     return all_reduce(table[(tokens - start) % len(table)], group)
 
 
+def looked_up(local, elsewhere, table):
+    """Rows of the table, and 0 for ids of other ranks."""
+    return table[local.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
 def last_lost(tokens, table, start, group):
     local = tokens - start
-    elsewhere = (local < 0) | (local >= len(table) - 1)
-    return all_reduce(table[local.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
-
-
-def not_summed(tokens, table, start, group):
-    local = tokens - start
-    elsewhere = (local < 0) | (local >= len(table))
-    return table[local.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return all_reduce(looked_up(local, (local < 0) | (local >= len(table) - 1), table), group)
 
 
 def first_lost(tokens, table, start, group):
     local = tokens - start
-    elsewhere = (local <= 0) | (local >= len(table))
-    return all_reduce(table[local.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+    return all_reduce(looked_up(local, (local <= 0) | (local >= len(table)), table), group)
+
+
+def from_the_end(tokens, table, start, group):
+    local = tokens - start
+    return all_reduce(looked_up(local, local >= len(table), table), group)
+
+
+def by_rank(tokens, table, start, group):
+    local = tokens - group.rank() * len(table)
+    return all_reduce(looked_up(local, (local < 0) | (local >= len(table)), table), group)
+
+
+def not_summed(tokens, table, start, group):
+    local = tokens - start
+    return looked_up(local, (local < 0) | (local >= len(table)), table)
 
 
 TABLES = {
+    "slices differ in length: they begin at `start`, not at rank * len(table)": by_rank,
+    "ids below `start` became negative indices, which count from the end of the table": from_the_end,
     "ids of other ranks must bring 0 to the sum: clamped ids bring a row": clamped,
     "ids of other ranks wrap around and bring a row: set them to 0": wrapped,
     "the last row of each slice is lost: >= len(table), not more": last_lost,
