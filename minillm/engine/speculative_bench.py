@@ -1,7 +1,8 @@
 """`minillm bench speculative`: tokens/s with drafts against the same engine without, proposer by proposer.
 
-Chapter 16. Same weights, same requests, in alternation; greedy tokens are compared before anything is timed. Four
-questions: what each proposer gives at batch 1, greedy and sampled; how the gain fades as the batch grows; what prompt
+Chapter 16. Same weights, same requests, in alternation; greedy tokens are compared before anything is timed. Five
+questions: what each proposer gives at batch 1, greedy and sampled; how the gain fades as the batch grows; whether the
+adaptive length loses where drafts rarely pay, a batch that goes on with a novel nobody was trained on; what prompt
 lookup gives a real model where the answer copies its prompt; and what it gives in a chat, beside the heads that were
 trained for that model, if there are any here (`python -m minillm.speculative.train`).
 """
@@ -19,7 +20,7 @@ from minillm.measure.bench import NotMeasured
 from minillm.measure.clock import paired
 from minillm.measure.ladder import agreement
 from minillm.measure.records import Figure, figure
-from minillm.model.hub import is_available
+from minillm.model.hub import ASSETS, is_available
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
 from minillm.model.tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +48,9 @@ CHAT = (
 PROPOSERS = ("ngram", "tiny-draft", "tiny-distilled", "self-int8", "self-int4", "exit-3", "medusa", "eagle")
 
 
+FLOOR_BATCH = 8  # requests at which drafts rarely pay on a CPU
+
+
 def bench_speculative(
     model: str = "tiny",
     proposers: tuple[str, ...] = PROPOSERS,
@@ -57,9 +61,9 @@ def bench_speculative(
     repeats: int = 5,
     smoke: bool = False,
 ) -> Iterator[Figure]:
-    """speculative.MODEL.PROPOSER.tT.ratio, .acceptance, .tokens_per_call; .adaptive.ratio; speculative.MODEL.batchN.
-    ratio; speculative.REAL.copy.ratio, .tokens_per_call; speculative.REAL.chat.PROPOSER.ratio, .acceptance,
-    .tokens_per_call, .adaptive.ratio."""
+    """speculative.MODEL.PROPOSER.tT.ratio, .acceptance, .tokens_per_call; .adaptive.ratio, .batch8.adaptive.ratio;
+    speculative.MODEL.batchN.ratio; speculative.REAL.copy.ratio, .tokens_per_call; speculative.REAL.chat.PROPOSER.
+    ratio, .acceptance, .tokens_per_call, .adaptive.ratio."""
     if smoke:
         proposers, temperatures, batches, tokens, repeats = ("ngram", "tiny-draft"), (0.0,), (1, 2), 12, 1
     target = pack_linears(load_model(model))
@@ -78,6 +82,12 @@ def bench_speculative(
         some = [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))]
         prefix = f"speculative.{model}.batch{batch}"
         yield from compare(prefix, model, target, options, some, batch, tokens, repeats, 0.0)
+    novel = encode((ASSETS / "heldout.txt").read_text(encoding="utf-8")[: 500 * FLOOR_BATCH])
+    some = [novel[100 * i : 100 * i + 16 + 8 * i] for i in range(FLOOR_BATCH)]
+    for method in proposers:
+        options = SpeculativeOptions(method, num_tokens=8)
+        prefix = f"speculative.{model}.{method}.batch{FLOOR_BATCH}.adaptive"
+        yield from compare(prefix, model, target, options, some, FLOOR_BATCH, tokens, repeats, 0.0)
     if smoke:
         return
     if not is_available(real):

@@ -6,7 +6,9 @@ one, and of each draft token. Then k is the one with the most expected tokens a 
 decoding is about as fast. Trying is what costs where drafts do not pay, so trials are small and paid for:
 
 - they begin after a few plain steps, short, and with one request of the batch: its text is all that a draft model
-  has to read. Only if it would win by enough to pay for reading the others', the whole batch tries;
+  has to read. What that took, times the batch, is the price of a trial of all. Only if drafts would win by enough to
+  earn it soon, and plain steps have saved it, each `SAVED` of a step, the whole batch tries. Tokens that such a trial
+  gains are not counted on: where answers end together, the slowest sets the time;
 - what drafted steps lost against plain ones is a debt, which plain steps pay off, each `SHARE` of a step. While there
   is a debt, nothing is tried. After each loss in a row it counts three times as much as after the one before;
 - while it drafts, a plain step now and then keeps the comparison fresh.
@@ -27,7 +29,8 @@ PLAIN_FIRST = 3  # plain steps before the first draft
 TRIALS = 2  # drafted steps before they are judged
 TRIAL_LENGTH = 1  # of a draft on trial: if any length wins, this one does (`analysis.best_k`)
 GAIN = 1.05  # to be worth drafting; less is within what the measurements are off
-ANSWER = 64  # steps within which a whole batch's trial must have earned what reading its texts costs
+ANSWER = 64  # steps within which a whole batch's trial must have earned its price
+SAVED = 0.04  # of the time may go into trials of a whole batch
 SHARE = 0.01  # of the time may go into trials that fail
 LONGEST_PAUSE = 1024
 FADE = 0.95  # what a round's acceptance still counts after the next one
@@ -41,6 +44,7 @@ class Costs:
     plain: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
     verify: deque = field(default_factory=lambda: deque(maxlen=2 * MEMORY))  # (depth, a drafted step, less drafting)
     draft: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # drafting, a token of depth
+    extra: float = 0.0  # what this trial's steps took longer than plain ones, in plain steps
     losses: int = 0  # trials in a row that lost
     whole: bool = False  # the trial is of the whole batch, not of one request
     trials: int = 0
@@ -50,7 +54,7 @@ class Costs:
         """Another trial, of one request or of all, from new measurements."""
         self.verify.clear()
         self.draft.clear()
-        self.whole, self.trials = whole, 0
+        self.whole, self.trials, self.extra = whole, 0, 0.0
 
 
 class FixedLength:
@@ -70,13 +74,15 @@ class FixedLength:
 
 class AdaptiveLength:
     """choose(batch) -> (k, for how many of its requests) before a step, record(...) after it. most: the longest
-    draft. pause: least plain steps after a trial that lost. debt: what is not paid off yet, in plain steps."""
+    draft. pause: least plain steps after a trial that lost. debt: what is not paid off yet, saved: what may be spent
+    on a trial of all, both in plain steps."""
 
     def __init__(self, most: int = 8, pause: int = 16, refresh: int = 64) -> None:
         FixedLength(most)
         self.most, self.pause, self.refresh = most, pause, refresh
         self.hits, self.misses = 0.6 * PRIOR, 0.4 * PRIOR
-        self.debt, self.unknown = 0.0, False  # unknown: a trial was sent out, and no step was recorded since
+        self.debt = self.saved = 0.0
+        self.unknown = False  # unknown: a trial was sent out, and no step was recorded since
         self._costs: dict[int, Costs] = {}
 
     @property
@@ -94,7 +100,7 @@ class AdaptiveLength:
                 return 0, batch
             self.unknown = True  # steps that compute prompts as well are not recorded
             return TRIAL_LENGTH, batch if whole else 1
-        price = 0.0 if whole else batch * max(costs.draft) / median(costs.plain)  # in plain steps
+        price = 0.0 if whole else batch * costs.extra
         k = self.best(costs, GAIN + price / ANSWER)
         if k == 0:  # it loses: out for a while, longer each time
             debt = max(self.debt, self.pause * SHARE)
@@ -102,6 +108,9 @@ class AdaptiveLength:
             costs.losses += 1
             costs.restart(whole=False)
         elif not whole:
+            if self.saved < price:
+                return 0, batch
+            self.saved -= price
             costs.restart(whole=True)
             return TRIAL_LENGTH, batch
         elif costs.since_plain == self.refresh - 1:
@@ -109,9 +118,11 @@ class AdaptiveLength:
         return k, batch
 
     def best(self, costs: Costs, least: float = GAIN) -> int:
-        """The k of the most tokens a second; 0, plain, if that is not `least` times as many as plain steps give."""
+        """The k of the most tokens a second; 0, plain, if that is not `least` times as many as plain steps give. No
+        more than twice as deep as was measured: beyond, the line through the costs is a guess."""
         (base, slope), draft = line(costs.verify), usual(costs.draft)
-        seconds = {k: base + k * (slope + draft) for k in range(1, self.most + 1)}
+        most = min(self.most, 2 * max(depth for depth, _ in costs.verify))
+        seconds = {k: base + k * (slope + draft) for k in range(1, most + 1)}
         rates = {k: expected_tokens(self.acceptance, k) / seconds[k] for k in seconds}
         k = max(rates, key=rates.get)
         return k if rates[k] * median(costs.plain) > least else 0
@@ -125,6 +136,7 @@ class AdaptiveLength:
             costs.since_plain = 0
         if k == 0:
             self.debt = max(self.debt - SHARE, 0.0)
+            self.saved += SAVED
             return
         gained = 1 + sum(accepted for _, accepted in rounds) / max(batch, 1)  # in plain steps
         spent = (propose + rest) / median(costs.plain or (propose + rest,))
@@ -134,6 +146,7 @@ class AdaptiveLength:
         if not rounds:
             return
         costs.trials, costs.since_plain = costs.trials + 1, costs.since_plain + 1
+        costs.extra += max(spent - 1, 0.0)
         deepest = max(depth for depth, _ in rounds)
         costs.verify.append((deepest, rest))
         costs.draft.append(propose / deepest)

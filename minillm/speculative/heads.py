@@ -39,12 +39,12 @@ def existing_heads(name: str, what: str, folder: str | Path | None = None) -> Pa
     """`heads_path`, or an error that says what to run if there is none."""
     path = heads_path(name, what, folder)
     if not path.is_file():
-        there = [] if folder is None else sorted(file.name for file in path.parent.glob("*.safetensors"))
+        others = [] if folder is None else sorted(file.name for file in path.parent.glob("*.safetensors"))
+        there = f" (in that folder: {', '.join(others)})" if others else ""
+        export = "" if folder is None else f" --export {folder}"
         raise ParamsError(
-            f"speculative={what!r} needs heads trained for {name!r}, and there are none at {path}"
-            f"{f' (in that folder: {chr(44).join(there)})' if there else ''}; run: "
-            f"python -m minillm.speculative.train --what {what} --model {name}"
-            f"{'' if folder is None else f' --export {folder}'}"
+            f"speculative={what!r} needs heads trained for {name!r}, and there are none at {path}{there}; run: "
+            f"python -m minillm.speculative.train --what {what} --model {name}{export}"
         )
     return path
 

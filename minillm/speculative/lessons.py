@@ -140,9 +140,8 @@ def guessed_right(
             )  # [rows, places, heads] each
         elif what == "eagle":
             positions = torch.arange(time_ - 1).expand(len(part), -1)
-            guesses = student(h[:, :-1], target.embed(part[:, 1:]), positions)[
-                :, :, None
-            ]  # [rows, places, 1, hidden]
+            guesses = student(h[:, :-1], target.embed(part[:, 1:]), positions)  # [rows, places, hidden]
+            guesses = guesses[:, :, None]  # one depth
             right, counts = choice[:, 1:, None], counts[:, 1:, None]
         else:
             guesses, right, counts = student.hidden(part)[:, :, None], choice[:, :, None], counts[:, :, None]
