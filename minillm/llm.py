@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import torch
 
+from minillm.cache.paged_kernel import compiled_attention
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Completion, RequestMetrics, RequestOutput
@@ -53,7 +55,8 @@ class LLM:
     preemption: what happens to a request whose blocks are needed: "recompute" or "swap" (to host memory).
     policy: "fcfs", first come first served, or "priority" (see the `priority` argument of `generate`):
     urgent requests also take the place of less urgent ones that run.
-    attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels), "auto": by device.
+    attention: "naive" (the formula), "sdpa" (torch's), "triton" (chapter 09's kernels for a GPU), "cpp" (its kernel
+    for a CPU), "auto": by device, and by whether decode steps are compiled.
     kv_cache_dtype: bits of keys and values, "int8", "fp8", "int4" or "int2" (chapter 14; default: the model's type).
     quantization: bits of the weights, "int8", "int4", "int3" or "int2", or of both sides of each product, "w8a8" or
     "fp8" (default: as the checkpoint has them).
@@ -133,6 +136,8 @@ class LLM:
         """From weights to an engine. name: what they were loaded by. wanted: SpeculativeOptions, or None."""
         if compile:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
+            if options.attention == "auto" and options.kv_cache_dtype == "auto":
+                options = replace(options, attention=compiled_attention(loaded.device, loaded.dtype))
         self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
         self.config = self.model.config
         self.tokenizer = load_tokenizer(name)

@@ -29,13 +29,16 @@ import torch.nn.functional as F
 
 from minillm import LLM, SamplingParams, load_model
 from minillm.cache.contiguous import ContiguousCache
+from minillm.cache.paged import PagedCache, PagedStep
 from minillm.kernels import decoding_reference as twin
+from minillm.kernels import paged_decode_cpu
 from minillm.kernels.launch import interpreted, why_not
 from minillm.kernels.splits import Grid, choose_splits
 from minillm.lab import explore, pick, plots, predict, predictions, recorded, reveal, units
 from minillm.measure import clock
 from minillm.measure import decode_attention_bench as bench
 from minillm.measure.machine import ceilings
+from minillm.model.attention import LayerInfo
 from minillm.model.decoder import Decoder
 
 model = load_model("tiny", dtype="float32")
@@ -277,9 +280,9 @@ print(f"{lines} lines, docstrings counted")
 # %% [markdown]
 # ## 5. The library's version
 #
-# Three files. `kernels/decoding_reference.py` is the torch twin: a program there is a turn of a loop.
-# `kernels/flash_decoding.py` is Triton for keys in a row, and the merge. `kernels/paged_attention.py` reads through
-# the table. The merge, in the twin:
+# Three files, and one for a CPU (section 6). `kernels/decoding_reference.py` is the torch twin: a program there is a
+# turn of a loop. `kernels/flash_decoding.py` is Triton for keys in a row, and the merge. `kernels/paged_attention.py`
+# reads through the table. The merge, in the twin:
 
 # %%
 print(inspect.getsource(twin.merge))
@@ -326,13 +329,13 @@ out = paged.paged_attention(
     splits=2,
 )
 assert torch.allclose(out.cpu(), expected, atol=1e-5)
-texts = {}
-for attention in ("naive", "sdpa", "triton"):
+texts, no_cpp = {}, paged_decode_cpu.why_not(torch.float32, device)  # a GPU, or no C++ compiler
+for attention in ("naive", "sdpa", "triton", *(() if no_cpp else ("cpp",))):
     llm = LLM("tiny", dtype="float32", attention=attention, num_blocks=16)
     params = SamplingParams(max_tokens=pick(4, 3), temperature=0, ignore_eos=True)
     texts[attention] = llm.generate(["The sea was", "It is a truth universally"], params)
 assert len({str([output.token_ids for output in outputs]) for outputs in texts.values()}) == 1
-print("kernel, twin and paged kernel agree; naive, sdpa and triton emit the same tokens:")
+print("kernel, twin and paged kernel agree; naive, sdpa, triton and, on a CPU, cpp emit the same tokens:")
 print(repr("The sea was" + texts["triton"][0].text))
 
 # %% [markdown]
@@ -421,6 +424,46 @@ plots.beside(
     log=True,
 )
 plt.show()
+
+# %% [markdown]
+# ### In place, on a CPU
+#
+# A CPU has no SMs to fill, but a gather is as dear there, and unequal lengths cost padding.
+# `kernels/paged_decode.cpp` is the paged loop in C++: a task is a row and a KV head, it walks its own table, and
+# nothing is copied or padded. `LLM(compile=True)` takes it where there is a compiler. Both sides write the new K and
+# V, then attend 32 requests of 32 to 384 tokens, through all layers.
+
+# %% tags=["nbval-ignore-output"]
+rng, size = Random(0), 16
+held = [rng.randint(32, 384) for _ in range(32)]
+counts = [-(-length // size) for length in held]
+ids = rng.sample(range(sum(counts)), sum(counts))
+block_tables = [[ids.pop() for _ in range(count)] + [0] * (max(counts) - count) for count in counts]
+last = [table[(n - 1) // size] * size + (n - 1) % size for table, n in zip(block_tables, held)]
+ragged = PagedStep(
+    torch.tensor(last), torch.tensor(block_tables), [1] * 32, held, positions=torch.tensor(held) - 1
+)  # one new token each
+caches = {
+    name: PagedCache(config, sum(counts), size, attention=name) for name in ("sdpa", *(() if no_cpp else ("cpp",)))
+}
+rows = [torch.randn(32, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+
+
+def attend_all(cache):
+    """One step of all layers."""
+    cache.begin(ragged)
+    return [cache.attend(LayerInfo(i, config.scale), *rows) for i in range(config.num_layers)]
+
+
+if device.type == "cpu" and not no_cpp:
+    for name in ("k", "v"):
+        getattr(caches["sdpa"], name).normal_()
+        getattr(caches["cpp"], name).copy_(getattr(caches["sdpa"], name))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(attend_all(cache) for cache in caches.values())))
+    in_place = clock.paired(*(lambda c=c: attend_all(c) for c in caches.values()), repeats=pick(30, 5), warmup=2)
+    print(f"32 requests, {sum(held)} tokens of context: gathered and padded / read in place {in_place.ratio} x")
+else:
+    print("not measured:", no_cpp)
 
 # %%
 print("recorded on a GPU, K and V read a second:")

@@ -434,7 +434,8 @@ reveal("10.fused_launches", launches["fused"])
 # %% [markdown]
 # Compilation is the CPU's counterpart of all this: `CompiledDecoder` (`LLM(compile=True)`) lets `torch.compile` write
 # the step as one graph of generated loops. What is left to torch's dispatcher is attention, once a layer, and what
-# stands around the graph. It takes seconds to make, once for each number of rows; here is how many.
+# stands around the graph. It takes seconds to make, once for each number of rows, though layers that differ in their
+# weights alone are compiled once; here is how many.
 
 # %% tags=["nbval-ignore-output"]
 compiled = CompiledDecoder(load_model("tiny", dtype="float32"))

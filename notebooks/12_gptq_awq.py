@@ -493,9 +493,10 @@ for bits in measured:
 # out 0; where it holds 0 the two were not told apart on this text.* The papers' order is float, then GPTQ and AWQ,
 # then RTN, the gap wider at 3 bits than at 4. It holds. For GPTQ the cell asserts it: its error is below RTN's on all
 # 120 linears at each width, its loss and its KL on other text are below RTN's at 4 bits and far below at 3. AWQ, with
-# its clipping, loses less still at 4 bits; at 3 its KL is below GPTQ's and the loss cannot tell the two apart. At 2
-# bits GPTQ still wins on every linear, and nothing is won: rounded so coarsely, this model is lost either way. No
-# setting was chosen by these figures: they are those of the rest of this chapter.
+# its clipping, loses less still at 4 bits; at 3 its KL is below GPTQ's, the loss cannot tell the two apart, and GPTQ
+# in act-order is ahead of both in KL. At 2 bits GPTQ still wins on every linear, and nothing is won: rounded so
+# coarsely, this model is lost either way. No setting was chosen by these figures: they are those of the rest of this
+# chapter.
 #
 # ### What it costs, what it saves
 #

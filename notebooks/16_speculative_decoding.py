@@ -268,7 +268,7 @@ def speculate(method, k=4, adaptive=False, to=plain):
 for method, name in METHODS.items():
     stats = speculate(method).stats
     assert [out.token_ids for out in plain.generate(prompts, params)] == texts, method
-    print(f"{name:15s} same tokens; {stats.tokens_per_call:.2f} tokens a call")
+    print(f"{name:17s} same tokens; {stats.tokens_per_call:.2f} tokens a call")
 plain.engine.speculator = None
 
 # %% [markdown]

@@ -11,7 +11,7 @@ import minillm.model.compiled as compiled
 from minillm import LLM, SamplingParams
 from minillm.cache.contiguous import ContiguousCache
 from minillm.errors import ParamsError
-from minillm.model.compiled import FEW_ROWS, MANY, CalledLinear, CompiledDecoder, RowLinear
+from minillm.model.compiled import FEW, FEW_OF_16_BITS, MANY, CalledLinear, CompiledDecoder, RowLinear
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
 from minillm.quant.named import quantize_by_name
@@ -176,8 +176,21 @@ def test_a_failing_compiler_is_named_once_and_the_step_still_runs(monkeypatch):
         raise RuntimeError("no space left on device")
 
     monkeypatch.setattr(fast, "_few", broken)
-    assert close(steps(fast, FEW_ROWS)[1:], steps(plain, FEW_ROWS)[1:], 1e-5)
+    assert close(steps(fast, FEW[-1])[1:], steps(plain, FEW[-1])[1:], 1e-5)
     assert fast.why_eager == "torch.compile failed: no space left on device"
+
+
+@needs_compiler
+def test_16_bits_of_up_to_8_rows_are_multiplied_as_sums_where_torch_takes_them_one_by_one(monkeypatch):
+    """Rows between the sizes are padded, and the padding never reaches the cache."""
+    monkeypatch.setattr(compiled, "row_at_a_time", lambda linear: True)
+    model = make(tie_embeddings=True).to(torch.bfloat16)
+    plain, fast = copy.deepcopy(model), CompiledDecoder(model)
+    for rows in (3, 7, 8):
+        got, expected = (steps(each, rows, torch.bfloat16) for each in (fast, plain))
+        assert close(got, expected, 0.04)  # both round to 8 bits of mantissa, in other places
+    assert fast.why_eager is None, fast.why_eager
+    assert [size for size in fast.compile_seconds if size != MANY] == [4, 8] and fast.few_sizes == FEW_OF_16_BITS
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

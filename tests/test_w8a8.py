@@ -32,11 +32,15 @@ def test_integer_products_are_exact(kernel, shape):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "unpack"])
-def test_long_sums_of_the_largest_values_are_exact(kernel):
-    """Float32 holds whole numbers up to 2^24 only: 1,040 products of 127 x 127."""
-    a = torch.full((2, 70_001), 127, dtype=torch.int8)
-    assert int8_matmul(a, -a, kernel)[0, 0] == -127 * 127 * 70_001
-    assert int8_matmul(a[:0], a, kernel).shape == (0, 2)
+@pytest.mark.parametrize("rows", [2, 9])
+@pytest.mark.parametrize("inputs", [1024, 1041, 70_001])
+def test_long_sums_of_the_largest_values_are_exact(kernel, rows, inputs):
+    """Float32 holds whole numbers up to 2^24 only: 1,040 products of 127 x 127, 1,024 of -128 x -128."""
+    a = torch.full((rows, inputs), 127, dtype=torch.int8)
+    assert (int8_matmul(a, -a, kernel) == -127 * 127 * inputs).all()
+    a[:] = -128
+    assert (int8_matmul(a, a, kernel) == 128 * 128 * inputs).all()
+    assert int8_matmul(a[:0], a, kernel).shape == (0, rows)
 
 
 def by_float64(linear, x, granularity):

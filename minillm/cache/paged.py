@@ -8,7 +8,8 @@ Bytes: 2 x layers x blocks x block_size x kv_heads x head_dim x bytes per elemen
 
 Reading is a gather: the slots of a request are collected, then attended. What every layer needs for that (who is
 attended with whom, which slots, which mask) is worked out once a step, in `paged_plan`.
-Chapter 09 reads without a gather: with attention="triton" the kernels of `paged_kernel` do both, store and attend.
+Chapter 09 reads without a gather: with attention="triton" the kernels of `paged_kernel` do both, store and attend;
+with "cpp" decodes on a CPU are read in place, by `minillm.kernels.paged_decode_cpu`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.cache.paged_kernel import KernelReader, choose_attention
-from minillm.cache.paged_plan import Batch, Chunk, PagedStep, plan
+from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Rows, plan
 from minillm.errors import ParamsError, illegal
+from minillm.kernels.paged_decode_cpu import paged_decode
 from minillm.model.attention import LayerInfo, attention, naive_attention, visible
 from minillm.model.config import ModelConfig
 
@@ -35,8 +37,8 @@ def cache_bytes(config: ModelConfig, num_blocks: int, block_size: int, dtype: to
 class PagedCache:
     """Blocks of slots on the device, and, for preemption by swap, in host memory. `begin` each step, then attend.
 
-    attention: "naive" (the formula), "sdpa" (torch's), "triton" (the kernels of chapter 09), or "auto", by device;
-    the attribute then says which.
+    attention: "naive" (the formula), "sdpa" (torch's), "triton" (the kernels of chapter 09), "cpp" (its kernel for
+    a CPU, and torch's for prompts), or "auto", by device; the attribute then says which.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class PagedCache:
         written = step.slot_mapping >= 0
         self._kept = None if bool(written.all()) else written.nonzero().squeeze(-1)  # [written tokens]
         self._targets = step.slot_mapping if self._kept is None else step.slot_mapping[self._kept]
-        self._plans: dict[int | None, list[Batch | Chunk]] = {}
+        self._plans: dict[int | None, list[Batch | Chunk | Rows]] = {}
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
@@ -99,11 +101,16 @@ class PagedCache:
         self._write(keys, k)
         self._write(values, v)
         if layer.window not in self._plans:
-            self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size)
+            in_place = self.attention == "cpp"
+            self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size, in_place)
         padded = sum(self.step.query_lengths) < len(q)
         out = q.new_zeros(q.shape) if padded else torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self._plans[layer.window]:
-            if isinstance(part, Batch):
+            if isinstance(part, Rows):
+                own = q if part.rows is None else q.index_select(0, part.rows)
+                own = self._in_place(layer, own, part)
+                out = own if part.rows is None else out.index_copy_(0, part.rows, own)
+            elif isinstance(part, Batch):
                 out.index_copy_(0, part.rows, self._together(layer, q.index_select(0, part.rows), keys, values, part))
             else:
                 out[part.start : part.end] = self._prefill(layer, q, k, v, keys, values, part)
@@ -146,6 +153,20 @@ class PagedCache:
         new = new if self._kept is None else new.index_select(0, self._kept)
         stored.index_copy_(0, self._targets, new.to(stored.dtype))
 
+    def _in_place(self, layer: LayerInfo, q: Tensor, part: Rows) -> Tensor:
+        """q [rows, heads, dim] -> the same."""
+        return paged_decode(
+            q,
+            self.k[layer.index],
+            self.v[layer.index],
+            self.step.block_tables,
+            part.requests,
+            part.lengths,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+        )
+
     def _together(self, layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """q [n * time, heads, dim] -> the same. The query heads that share a KV head see the same keys: they go in as
         that head's queries, so a key is read once, not once a query head."""
@@ -154,7 +175,7 @@ class PagedCache:
         # k, v: [n, kv_heads, length, dim]
         q = q.view(n, time, kv_heads, -1, q.shape[-1]).movedim(1, 3)  # [n, kv_heads, group, time, dim]
         group, q = q.shape[2], q.flatten(2, 3)  # [n, kv_heads, group * time, dim]
-        if layer.softcap is None and self.attention == "sdpa":
+        if layer.softcap is None and self.attention != "naive":
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=batch.bias, scale=layer.scale)
         else:
             out = naive_attention(q, k, v, batch.mask, layer.scale, layer.softcap)
@@ -168,7 +189,7 @@ class PagedCache:
         if chunk.slots is not None:
             k, v = (self._gather(x, chunk.slots, q.dtype) for x in (keys, values))  # [length, kv_heads, dim]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, time or length, dim]
-        if self.attention == "sdpa":
+        if self.attention != "naive":
             out = attention(q, k, v, scale=layer.scale, window=layer.window, softcap=layer.softcap)
         else:
             mask = visible(q.shape[2], k.shape[2], layer.window, device=q.device)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ParamsError, illegal
+from minillm.kernels import paged_decode_cpu
 from minillm.kernels.launch import FLOATS, interpreted, require_triton, why_not
 from minillm.model.attention import LayerInfo
 
-ATTENTION = ("auto", "naive", "sdpa", "triton")
+ATTENTION = ("auto", "naive", "sdpa", "triton", "cpp")
 
 
 def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -23,6 +24,10 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str
     if name == "auto":
         compiles = device.type == "cuda" and dtype in FLOATS and why_not() is None
         return "triton" if compiles else "sdpa"
+    if name == "cpp":
+        reason = paged_decode_cpu.why_not(dtype, device)
+        if reason is not None:
+            raise ParamsError(illegal("attention", name, f"cannot run here: {reason}"))
     if name == "triton":
         if dtype not in FLOATS:
             raise ParamsError(illegal("attention", name, f"kernels know float32, bfloat16 and float16, not {dtype}"))
@@ -30,6 +35,11 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str
         if device.type != "cuda" and not interpreted():
             raise ParamsError(illegal("attention", name, f"compiled kernels need a GPU; the cache is on {device}"))
     return name
+
+
+def compiled_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" becomes where the decode step is compiled: "cpp" if it can run here, else "auto"."""
+    return "cpp" if paged_decode_cpu.why_not(dtype, device) is None else "auto"
 
 
 class KernelReader:

@@ -3,7 +3,8 @@
 Chapter 05. Requests are attended in batches, for one by one each would launch kernels of its own: those with as many
 query tokens and contexts of similar length together. Padding to the longest context of all would make the short ones
 as slow as the longest. Most of a batch are decodes; stretches of a few tokens go the same way, drafts above all,
-chains and trees alike (chapters 16 and 17). A prompt is work enough for a call by itself.
+chains and trees alike (chapters 16 and 17). A prompt is work enough for a call by itself. A kernel that reads blocks
+where they lie needs no such care: it gets all rows in one list, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from minillm.model.attention import visible
 BATCH_TOKENS = 2048  # of one gathered batch on a CPU: more would leave its cache before it is attended
 BATCH_SPREAD = 0.75  # the shortest of a batch is at least this long, as a part of the longest
 SHORT = 32  # query tokens of a request, up to which batching it is faster than a call of its own
+SHORT_ROWS = 8  # the same for a kernel that reads a request's K and V again for each of its rows
 
 Stretch = tuple[int, int, int]  # of one request: (tokens its queries see, its first row, its number in the step)
 
@@ -55,6 +57,15 @@ class Batch:
 
 
 @dataclass
+class Rows:
+    """Rows that are attended each by itself, in place: of `requests`' tokens, the first `lengths`."""
+
+    rows: Tensor | None  # [n] places in the packed tokens; None: they are all of the step, in order
+    requests: Tensor  # [n]
+    lengths: Tensor  # [n]
+
+
+@dataclass
 class Chunk:
     """One request's stretch of tokens in order, by itself: a prompt, or a large part of one."""
 
@@ -63,18 +74,27 @@ class Chunk:
     slots: Tensor | None  # [kv length]; None: the step brings all of the request's tokens, nothing needs reading
 
 
-def plan(step: PagedStep, window: int | None, q: Tensor, kv_heads: int, block_size: int) -> list[Batch | Chunk]:
-    """All rows of the step, each once. q [tokens, heads, dim]: its heads, type and device count, not its values."""
+def plan(
+    step: PagedStep, window: int | None, q: Tensor, kv_heads: int, block_size: int, in_place: bool = False
+) -> list[Batch | Chunk | Rows]:
+    """All rows of the step, each once. q [tokens, heads, dim]: its heads, type and device count, not its values.
+    in_place: decodes and short chains of drafts go into a `Rows`."""
     parts, start = [], 0
     short: dict[int, list[Stretch]] = {}  # by query tokens
+    single: list[tuple[int, int, int]] = []  # (row, request, tokens it sees)
     for request, (new, length) in enumerate(zip(step.query_lengths, step.kv_lengths)):
         first = 0 if window is None else max(0, length - new - window + 1)  # the oldest token any query sees
-        if new == 1 or request in step.masks or 1 < new <= min(SHORT, length - 1):
+        if in_place and new <= min(SHORT_ROWS, max(1, length - 1)) and request not in step.masks:
+            single += [(start + i, request, length - new + 1 + i) for i in range(new)]
+        elif new == 1 or request in step.masks or 1 < new <= min(SHORT, length - 1):
             short.setdefault(new, []).append((length - first, start, request))
         elif new:
             slots = None if new == length else find_slots(step, [request], [first], [length], block_size)
             parts.append(Chunk(start, start + new, slots))
         start += new
+    if single:
+        rows, requests, lengths = torch.tensor(single, device=q.device).T.contiguous()
+        parts.append(Rows(None if len(single) == len(q) else rows, requests, lengths))
     groups = q.shape[1] // kv_heads
     for time, stretches in short.items():
         parts += [

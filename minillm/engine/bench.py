@@ -20,6 +20,7 @@ import torch
 
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.paged import cache_bytes
+from minillm.cache.paged_kernel import compiled_attention
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.request import Request
@@ -83,7 +84,8 @@ def throughput_figures(
         texts, share = run_engine(engine, work), bookkeeping_share(engine, work)  # both warm up
         engines = {"engine": engine}
         if compiled.why_eager is None:
-            engines["engine.compiled"] = Engine(compiled, options_for(work), eos_ids=())
+            options = options_for(work, compiled_attention(ours.device, ours.dtype))
+            engines["engine.compiled"] = Engine(compiled, options, eos_ids=())
             same = agreement(texts, run_engine(engines["engine.compiled"], work))
             if dtype == "float32" and same < 0.9:
                 raise RuntimeError(f"compiled, only {same:.0%} of the tokens are equal")
@@ -128,10 +130,14 @@ def throughput_figures(
         yield figure(f"throughput.{dtype}.bookkeeping_share", share, "1", model=model, workload=about)
 
 
-def options_for(work: Workload) -> EngineOptions:
+def options_for(work: Workload, attention: str = "auto") -> EngineOptions:
     blocks = sum(-(-(len(prompt) + answer) // BLOCK) for prompt, answer in work)
     return EngineOptions(
-        max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS, block_size=BLOCK, num_blocks=blocks
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=STEP_TOKENS,
+        block_size=BLOCK,
+        num_blocks=blocks,
+        attention=attention,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from minillm.cache.paged_kernel import compiled_attention
 from minillm.engine.bench import Workload, options_for, run_engine
 from minillm.engine.engine import Engine
 from minillm.measure.bench import NotMeasured
@@ -45,7 +46,9 @@ def bench_compile(
             about = {"dtype": dtype, "prompt": prompt, "tokens": tokens, "threads": torch.get_num_threads()}
             for batch in batches:
                 work = same_length(batch, plain.config.vocab_size, prompt, tokens)
-                engines = [Engine(model, options_for(work), eos_ids=()) for model in (plain, compiled)]
+                attention = compiled_attention(plain.device, plain.dtype)
+                pairs = ((plain, options_for(work)), (compiled, options_for(work, attention)))
+                engines = [Engine(model, options, eos_ids=()) for model, options in pairs]
                 texts = [run_engine(engine, work) for engine in engines]  # warms up, and makes the graphs
                 if compiled.why_eager is not None:
                     raise NotMeasured(compiled.why_eager)

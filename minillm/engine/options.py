@@ -18,7 +18,7 @@ CHOICES = {
     "preemption": ("recompute", "swap"),
     "policy": ("fcfs", "priority"),
     "victim": ("least_urgent", "fewest_tokens"),
-    "attention": ("auto", "naive", "sdpa", "triton"),
+    "attention": ("auto", "naive", "sdpa", "triton", "cpp"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "int4", "int2"),
 }
 AT_LEAST = {
@@ -52,7 +52,7 @@ class EngineOptions:
     headroom: int = 1  # blocks that must stay free for each running request when another one is admitted
     lookahead: int = 1  # waiting requests among which the one with the longest cached prefix goes first
     patience: int = 16  # steps in which the first of the queue may be passed over for that
-    attention: str = "auto"  # "naive", "sdpa", "triton"; "auto": triton on a GPU, sdpa elsewhere
+    attention: str = "auto"  # "naive", "sdpa", "triton", "cpp"; "auto": triton on a GPU, sdpa elsewhere
     kv_cache_dtype: str = "auto"  # the model's, or "int8", "fp8", "int4", "int2" (chapter 14)
     cuda_graphs: bool = False  # replay decode steps (chapter 10); where there is no CUDA, says why and runs as before
     keep_log: bool = False  # keep a StepLog of every step
@@ -83,8 +83,8 @@ class EngineOptions:
             raise ParamsError(illegal("num_host_blocks", self.num_host_blocks, 'is used with preemption="swap" only'))
         if self.lookahead > 1 and self.enable_prefix_caching == "off":
             raise ParamsError(illegal("lookahead", self.lookahead, "needs a prefix cache: set enable_prefix_caching"))
-        if self.kv_cache_dtype != "auto" and (self.attention == "triton" or self.cuda_graphs):
-            what = 'attention="triton"' if self.attention == "triton" else "cuda_graphs=True"
+        if self.kv_cache_dtype != "auto" and (self.attention in ("triton", "cpp") or self.cuda_graphs):
+            what = "cuda_graphs=True" if self.cuda_graphs else f'attention="{self.attention}"'
             legal = (
                 f'must be "auto" with {what}: those read the blocks as floats; use attention="sdpa" without graphs'
             )

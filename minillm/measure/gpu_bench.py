@@ -45,7 +45,7 @@ PLAN: tuple[tuple[str, float, dict], ...] = (
     ("quantized", 50, {"repeats": 3}),
     ("kv-cache", 20, {"repeats": 3}),
     ("decode", 60, {"repeats": 3}),
-    ("damage", 60, {"names": ("INT4", "INT4 GPTQ"), "tokens": 4096, "questions": 48}),
+    ("damage", 60, {"names": ("INT4", "INT4 GPTQ", "W8A8"), "tokens": 4096, "questions": 48}),
     ("fused", 30, {"repeats": 3}),
     ("throughput", 90, {"repeats": 2}),
     ("prefix", 30, {"repeats": 3}),

@@ -3,15 +3,17 @@
 Chapter 10. PyTorch 2, Ansel et al. 2024 (ASPLOS, doi 10.1145/3620665.3640366). A decode step spends much of its time
 between kernels. Compiled, norms, RoPE, activations and residuals melt into the loops around them. Two graphs:
 
-- few rows (1 or 2): a product is written as multiply and sum, which the compiler turns into one pass over W in the
-  order it lies in memory. Shapes are frozen: one graph a number of rows, made the first time it is needed. A linear
-  of another kind takes part if it has a `row_form()`; else it is called as it is.
+- few rows (1 or 2; up to 8 of 16-bit weights where torch multiplies those a row at a time): a product is written as
+  multiply and sum, which the compiler turns into one pass over W in the order it lies in memory. Shapes are frozen:
+  one graph for 1, 2, 4 and 8 rows, made the first time it is needed; 3 rows are padded to 4. A linear of another
+  kind takes part if it has a `row_form()`; else it is called as it is.
 - more rows: the products stay library calls on packed weights (`layout`), for there arithmetic sets the time; what
   lies between is compiled once, for any number of rows.
 
-Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator. So
-float32 weights are held in two layouts (the head's are not, where they are the embedding), and making a graph takes
-seconds: `compile_seconds` says how many.
+Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator.
+Layers of one kind are compiled once (63 seconds became 20: smollm2-135m, 1 row). What it costs: float32 weights are
+held in two layouts (the head's are not, where they are the embedding; 4-bit codes may be too), and making a graph
+takes a while: `compile_seconds` says how long.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import shutil
 import time
 import warnings
@@ -30,13 +33,14 @@ from torch import Tensor, nn
 
 from minillm.model.attention import LayerInfo
 from minillm.model.config import ModelConfig
-from minillm.model.decoder import Decoder, KVCache
-from minillm.model.layout import pack_linears
+from minillm.model.decoder import Block, Decoder, KVCache
+from minillm.model.layout import pack_linears, row_at_a_time
 from minillm.model.rope import cos_sin, inverse_frequencies
 
 log = logging.getLogger(__name__)
 
-FEW_ROWS = 2  # from 3 rows on, oneDNN's blocked product is as fast as a pass over W that sums a row after another
+FEW = (1, 2)  # rows; from 3 on, oneDNN's blocked product is as fast as a pass over W with a sum for each row
+FEW_OF_16_BITS = (1, 2, 4, 8)  # where oneDNN has none: 8 rows took 54 ms, torch's product 115 (smollm2-135m, AVX2)
 MANY = 0  # the key of the graph for more rows in compile_seconds
 
 
@@ -59,11 +63,12 @@ class RowLinear(nn.Module):
 
 
 def side_by_side(product: Callable[..., Tensor], rows: int, *weights: Tensor) -> Tensor:
-    """product(row, *weights) [out] for each row of x -> [rows, out], on the two halves of the weights' rows in one
-    loop: what is loaded of x serves both, and while one row's sum is put together the other row is still being read.
-    (One row at a time reached 77 % of the read bandwidth, two 88 %: smollm2-135m, float32, 2 threads.)"""
-    halves = list(zip(*(w.chunk(2) for w in weights), strict=True))
-    return torch.cat([product(row, *half) for row in range(rows) for half in halves]).view(rows, -1)
+    """product(row, *weights) [out] for each row of x -> [rows, out]. For 1 or 2 rows, on the two halves of the
+    weights' rows in one loop: what is loaded of x serves both, and while one row's sum is put together the other row
+    is still being read. (One row at a time reached 77 % of the read bandwidth, two 88 %: smollm2-135m, float32, 2
+    threads.) More rows have sums enough of their own."""
+    parts = list(zip(*(w.chunk(2 if rows <= 2 else 1) for w in weights), strict=True))
+    return torch.cat([product(row, *part) for row in range(rows) for part in parts]).view(rows, -1)
 
 
 def written_out(x: Tensor) -> Tensor:
@@ -76,10 +81,17 @@ class CalledLinear(nn.Module):
 
     def __init__(self, key: str, index: int, out_features: int) -> None:
         super().__init__()
-        self.key, self.index, self.out_features = key, index, out_features
+        self.key, self.index, self.out_features = key, torch.tensor(index), out_features
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.minillm.linear(self.key, self.index, self.out_features, x)
+
+
+class FlatBlock(Block):
+    """A Block that the compiler looks at once for all layers that differ in their tensors alone. So the number of a
+    layer, which the callbacks need, is a tensor too."""
+
+    forward = torch.compiler.nested_compile_region(Block.forward)
 
 
 class FlatDecoder(Decoder):
@@ -99,8 +111,9 @@ class CompiledDecoder:
     """A Decoder to call like any other: `hidden`, `logits`, and itself; what goes through a cache runs compiled.
     Takes the model over: its linears are packed in place.
 
-    many: whether to compile steps of more than FEW_ROWS rows too: less to gain, and a second graph to wait for.
-    compile_seconds: rows (MANY: any above FEW_ROWS) -> seconds that their graph took to make.
+    many: whether to compile steps of more rows than `few_sizes` too: less to gain, and one more graph to wait for.
+    few_sizes: rows that have a graph each, in rising order; fewer rows are padded.
+    compile_seconds: rows (MANY: any above few_sizes) -> seconds that their graph took to make.
     why_eager: None, or one line that says why nothing is compiled here.
     """
 
@@ -117,13 +130,14 @@ class CompiledDecoder:
                 name: CalledLinear(self.key, i, linear.out_features)
                 for i, (name, linear) in enumerate(linears.items())
             }
+            self.few_sizes = FEW_OF_16_BITS if all(map(row_at_a_time, linears.values())) else FEW
             rows = {name: row_form(linear) or called[name] for name, linear in linears.items()}
             self.few = flat_copy(model, rows)
             self.many = flat_copy(model, called)
             options = {"guard_filter_fn": only_inputs, "cpp.enable_floating_point_contract_flag": "fast"}  # with FMA
             self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
             self._few_logits = torch.compile(_logits, dynamic=False, fullgraph=True, options=options)
-            self._many = torch.compile(_hidden, dynamic=True, fullgraph=True, options=options)
+            self._many = torch.compile(_hidden, fullgraph=True, options=options)
         else:
             log.info("decode runs uncompiled: %s", self.why_eager)
         self.model = pack_linears(model)
@@ -136,46 +150,54 @@ class CompiledDecoder:
             return self.model.hidden(tokens, positions, cache)
         positions = cache.positions(tokens.shape) if positions is None else positions
         self.cache, self.lead = cache, tokens.shape
-        step, flat = (self._few, self.few) if rows <= FEW_ROWS else (self._many, self.many)
-        out = step(flat, self.key, flattened(tokens, 0, -1), flattened(positions, 0, -1))  # [rows, hidden]
+        size = self._size(rows)
+        step, flat = (self._many, self.many) if size == MANY else (self._few, self.few)
+        out = step(flat, self.key, padded(tokens.flatten(), size), padded(positions.flatten(), size))[:rows]
         self.cache = None
-        return out.unflatten(0, tokens.shape) if tokens.dim() > 1 else out
+        return out.unflatten(0, tokens.shape) if tokens.dim() > 1 else out  # [..., hidden]
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.numel() // self.config.hidden_size
-        if rows > FEW_ROWS or not self._ready(rows):
+        if not self._ready(rows) or (size := self._size(rows)) == MANY:
             return self.model.logits(hidden)
-        out = self._few_logits(self.few, self.key, flattened(hidden, 0, -2))  # [rows, vocab]
+        out = self._few_logits(self.few, self.key, padded(hidden.flatten(0, -2), size))[:rows]  # [rows, vocab]
         return out.unflatten(0, hidden.shape[:-1]) if hidden.dim() > 2 else out
 
     def __call__(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, positions, cache))
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What the graph calls: q, k, v [rows, heads, dim], handed to the cache in the caller's leading shape."""
-        q, k, v = (x.view(*self.lead, *x.shape[1:]) for x in (q, k, v))
-        return self.cache.attend(self.layers[index], q, k, v).flatten(0, -3).contiguous()
+        """What the graph calls: q, k, v [rows, heads, dim]. Those that are no padding are handed to the cache, in the
+        caller's leading shape."""
+        rows, real = len(q), math.prod(self.lead)
+        q, k, v = (x[:real].view(*self.lead, *x.shape[1:]) for x in (q, k, v))
+        return padded(self.cache.attend(self.layers[index], q, k, v).flatten(0, -3), rows)
+
+    def _size(self, rows: int) -> int:
+        """The rows of the graph that takes this many; MANY above all sizes."""
+        return next((size for size in self.few_sizes if size >= rows), MANY)
 
     def _ready(self, rows: int) -> bool:
         """Whether steps of this many rows run compiled; makes their graph the first time it is asked."""
-        if self.why_eager is not None or rows == 0 or (rows > FEW_ROWS and not self.compile_many):
+        if self.why_eager is not None or rows == 0 or (self._size(rows) == MANY and not self.compile_many):
             return False
-        kind = rows if rows <= FEW_ROWS else MANY
-        if kind not in self.compile_seconds:
-            self._compile(kind)
+        if self._size(rows) not in self.compile_seconds:
+            self._compile(self._size(rows))
         return self.why_eager is None
 
     @torch.inference_mode()
     def _compile(self, kind: int) -> None:
         """Run a step whose attention keeps nothing. A failure here is the compiler's: the model runs uncompiled."""
         start = time.perf_counter()
-        rows = kind or 2 * FEW_ROWS + 1
+        rows = kind or 2 * self.few_sizes[-1] + 1
         self.cache, self.lead = Nothing(), (rows,)
         tokens, positions = (torch.zeros(rows, dtype=torch.long) for _ in range(2))  # one passed twice would stay one
         try:
             with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1024):
                 warnings.simplefilter("ignore")
                 if kind == MANY:
+                    for x in (tokens, positions):
+                        torch._dynamo.mark_dynamic(x, 0)
                     self._many(self.many, self.key, tokens, positions)
                 else:
                     self._few_logits(self.few, self.key, self._few(self.few, self.key, tokens, positions))
@@ -231,14 +253,20 @@ def flat_copy(model: Decoder, linears: dict[str, nn.Module]) -> FlatDecoder:
     skipped = {id(model.get_submodule(name)): linears[name] for name in linears}
     flat = copy.deepcopy(model, shared | skipped)
     flat.__class__ = FlatDecoder
+    for block in flat.layers:
+        block.__class__ = FlatBlock
+        block.attn.layer = torch.tensor(block.attn.layer.index)
     if model.config.positions == "rope":
         flat.frequencies = tuple(inverse_frequencies(model.config, local, model.device) for local in (False, True))
     return flat
 
 
-def flattened(x: Tensor, start: int, end: int) -> Tensor:
-    """A copy with the strides that the graph was made for: a view of one row may have any."""
-    return x.flatten(start, end).clone(memory_format=torch.contiguous_format)
+def padded(x: Tensor, rows: int) -> Tensor:
+    """A copy of x [n, ...] with at least so many rows, zeros behind its own; and with the strides that the graph was
+    made for: a view of one row may have any."""
+    out = x.new_zeros((max(rows, len(x)), *x.shape[1:]))
+    out[: len(x)] = x
+    return out
 
 
 def _hidden(flat: FlatDecoder, key: str, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -255,18 +283,18 @@ class Callback:
     def __init__(self, key: str) -> None:
         self.key = key
 
-    def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.minillm.attend(self.key, layer.index, q, k, v)
+    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.minillm.attend(self.key, layer, q, k, v)
 
 
 # An operator has a name but no `self`: its first argument says which model is meant.
 _KEYS = itertools.count()
 _MODELS: weakref.WeakValueDictionary[str, CompiledDecoder] = weakref.WeakValueDictionary()
 _LIBRARY = torch.library.Library("minillm", "DEF")
-_LIBRARY.define("attend(str key, int layer, Tensor q, Tensor k, Tensor v) -> Tensor")
-_LIBRARY.define("linear(str key, int index, int out_features, Tensor x) -> Tensor")
-_LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(index, q, k, v), "CPU")
-_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[index](x), "CPU")
+_LIBRARY.define("attend(str key, Tensor layer, Tensor q, Tensor k, Tensor v) -> Tensor")
+_LIBRARY.define("linear(str key, Tensor index, int out_features, Tensor x) -> Tensor")
+_LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(int(index), q, k, v), "CPU")
+_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[int(index)](x), "CPU")
 torch.library.register_fake(
     "minillm::attend", lambda key, index, q, k, v: q.new_empty((*q.shape[:-1], v.shape[-1])), lib=_LIBRARY
 )

@@ -69,10 +69,13 @@ def faster_linear(linear: nn.Linear) -> nn.Module | None:
     ops = torch.ops.mkldnn
     if not hasattr(ops, "_linear_pointwise") or weight.dtype not in NATIVE:
         return None
-    native = NATIVE[weight.dtype]
-    if native is None or (hasattr(ops, native) and getattr(ops, native)()):
-        return PackedLinear(linear)
-    return UpcastLinear(linear)
+    return UpcastLinear(linear) if row_at_a_time(linear) else PackedLinear(linear)
+
+
+def row_at_a_time(linear: nn.Module) -> bool:
+    """Whether this is a linear of 16 bits on a processor without instructions for them."""
+    native = NATIVE.get(linear.weight.dtype) if type(linear) is nn.Linear else None
+    return native is not None and not getattr(torch.ops.mkldnn, native, lambda: False)()
 
 
 def pack_linears(model: Decoder) -> Decoder:

@@ -90,16 +90,17 @@ def compressed_format(settings: dict) -> Format:
         raise ConfigError(
             f"config_groups with weights of {sorted(widths, key=str)} bits: supported is one width, 2 to 8"
         )
-    (bits,), wanted = widths, {inputs_of(group) for group in groups}
-    if len(wanted) != 1:
+    kinds = {inputs_of(group) for group in groups}
+    if len(kinds) != 1:
         raise ConfigError("config_groups whose input_activations differ: supported is one scheme for all linears")
+    (bits,), (inputs,) = widths, kinds
     if kind == "pack-quantized":
         return Format(
             lambda parts: layouts.read_packed(parts, bits),
             lambda sizes: (sizes["weight_packed"][0], sizes["weight_packed"][1] * 32 // bits),
         )
     if kind in ("int-quantized", "float-quantized", "naive-quantized"):
-        return Format(lambda parts: layouts.read_plain(parts, bits), lambda sizes: sizes["weight"], *wanted)
+        return Format(lambda parts: layouts.read_plain(parts, bits), lambda sizes: sizes["weight"], inputs)
     raise ConfigError(f"compressed-tensors format {kind!r} is not supported; supported: {FORMATS}")
 
 
