@@ -128,6 +128,13 @@ def test_inputs_with_gaps_are_read_right():
         (3, lambda x: x.int(), "tables.dtype=torch.int32"),
         (3, lambda x: x + 100, "tables=1"),
         (3, lambda x: x - 100, "tables=-"),
+        (0, lambda x: x[0], "q.shape"),
+        (2, lambda x: x.to("meta"), "values.device"),
+        (5, lambda x: x.to("meta"), "lengths.device"),
+        (3, lambda x: x[0], "tables.shape"),
+        (4, lambda x: x[:3], "requests.shape"),
+        (5, lambda x: x[:3], "lengths.shape"),
+        (5, lambda x: x[:, None], "lengths.shape"),
         (4, lambda x: x + 1, "requests=4"),
         (5, lambda x: x + 2, "lengths=25"),
         (5, lambda x: x - 2, "lengths=-1"),
@@ -139,6 +146,11 @@ def test_what_would_read_strange_memory_is_refused(place, change, match, monkeyp
     monkeypatch.setattr(module, "library", None)  # a call would be a TypeError
     with pytest.raises(ParamsError, match=match):
         paged_decode(*tensors, scale=0.125)
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(ParamsError, match="window=0"):
+        paged_decode(*scene(), scale=0.125, window=0)
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch):

@@ -56,8 +56,20 @@ def paged_decode(
     tables: [requests, max_blocks], block ids. requests, lengths: [rows], whose table a row reads and how many of its
     tokens, the row's own included; length 0: a row of zeros. All three int64. window: only the last so many.
     """
+    for name, x, axes in (("q", q, 3), ("keys", keys, 4), ("values", values, 4), ("tables", tables, 2)):
+        if x.dim() != axes:
+            raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must have {axes} axes"))
+    everything = {"q": q, "keys": keys, "values": values, "tables": tables, "requests": requests, "lengths": lengths}
+    for name, x in everything.items():
+        if x.device.type != "cpu":
+            raise ParamsError(illegal(f"{name}.device", x.device, "must be a CPU"))
     rows, heads, dim = q.shape
     blocks, block_size, kv_heads, _ = keys.shape
+    for name, x in (("requests", requests), ("lengths", lengths)):
+        if x.shape != (rows,):
+            raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must be [{rows}], one for each row of q"))
+    if window is not None and window < 1:
+        raise ParamsError(illegal("window", window, "must be None or at least 1"))
     for name, x in (("keys", keys), ("values", values)):
         if x.dtype not in DTYPES or x.dtype != keys.dtype:
             raise ParamsError(illegal(f"{name}.dtype", x.dtype, "must be float32 or bfloat16, the same for both"))
@@ -73,7 +85,7 @@ def paged_decode(
     check_ids("requests", requests, len(tables))
     check_ids("lengths", lengths, tables.shape[1] * block_size + 1)
     tensors = tuple(x.contiguous() for x in (q.float(), keys, values, tables, requests, lengths))
-    out = torch.empty(q.shape)  # [rows, heads, dim]
+    out = torch.empty(q.shape, dtype=torch.float32)  # [rows, heads, dim]
     library().paged_decode(
         keys.dtype == torch.bfloat16,
         *(rows, heads, kv_heads, dim, block_size, tables.shape[1], window or 0),
