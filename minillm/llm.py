@@ -27,6 +27,7 @@ from minillm.engine.request import RequestGroup
 from minillm.engine.speculation import Speculator
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
 from minillm.kernels.fused import try_fuse
+from minillm.kernels.linear_cpu import tile_linears
 from minillm.model.compiled import CompiledDecoder
 from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
@@ -138,7 +139,7 @@ class LLM:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
             if options.attention == "auto" and options.kv_cache_dtype == "auto":
                 options = replace(options, attention=compiled_attention(loaded.device, loaded.dtype))
-        self.model = CompiledDecoder(loaded) if compile else pack_linears(loaded)
+        self.model = CompiledDecoder(loaded, pack=tile_linears) if compile else pack_linears(loaded)
         self.config = self.model.config
         self.tokenizer = load_tokenizer(name)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from minillm import LLM, SamplingParams, load_model
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.paged import PagedCache, PagedStep
+from minillm.kernels import cpp
 from minillm.kernels import decoding_reference as twin
-from minillm.kernels import paged_decode_cpu
 from minillm.kernels.launch import interpreted, why_not
 from minillm.kernels.splits import Grid, choose_splits
 from minillm.lab import explore, pick, plots, predict, predictions, recorded, reveal, units
@@ -329,7 +329,7 @@ out = paged.paged_attention(
     splits=2,
 )
 assert torch.allclose(out.cpu(), expected, atol=1e-5)
-texts, no_cpp = {}, paged_decode_cpu.why_not(torch.float32, device)  # a GPU, or no C++ compiler
+texts, no_cpp = {}, cpp.why_not(torch.float32, device)  # a GPU, or no C++ compiler
 for attention in ("naive", "sdpa", "triton", *(() if no_cpp else ("cpp",))):
     llm = LLM("tiny", dtype="float32", attention=attention, num_blocks=16)
     params = SamplingParams(max_tokens=pick(4, 3), temperature=0, ignore_eos=True)

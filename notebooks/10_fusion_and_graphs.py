@@ -27,14 +27,15 @@ from minillm.engine import graphs
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.static_step import StaticCache, StepBuffers
-from minillm.kernels import fused, fused_reference
+from minillm.kernels import cpp, fused, fused_reference
 from minillm.kernels.launch import interpreted, why_not
+from minillm.kernels.linear_cpu import TiledLinear
 from minillm.lab import explore, pick, plots, predict, predictions, recorded, reveal, units
 from minillm.measure import clock
 from minillm.measure.launches import LaunchCount, gaps, overhead_share, timeline
 from minillm.model.compiled import CompiledDecoder
 from minillm.model.generate import generate_naive
-from minillm.model.layout import pack_linears
+from minillm.model.layout import faster_linear, pack_linears
 from minillm.model.sampling import SamplingParams
 from minillm.model.shapes import known_shape
 
@@ -495,6 +496,58 @@ _, gpu_lane = one_by_one([0.5] * (32 * 16))  # the sketch's rule, with kernels o
 reveal("10.launch_ceiling", 1e6 / sum(gpu_lane[-1]))
 for rows in (1, 8, 32):
     print(f"GPU, replay over eager at batch {rows}: {recorded(f'graphs.batch{rows}.ratio')}")
+
+# %% [markdown]
+# ### Who multiplies when there are more rows
+#
+# A generated loop reads a row of W and keeps one sum for each row of x: fine for one or two. From three on the
+# product is a call again, and a library has to choose an order for W before it knows the rows. `kernels/linear.cpp`
+# has one order for any: panels of 16 outputs, six rows of x at a time, twelve vector registers of sums, two loads of
+# weights for twelve multiply-adds. `LLM(compile=True)` takes it on a CPU. An output is one sum from the first input
+# to the last, so this product gives a request the same bits whatever its batch.
+
+# %% tags=["nbval-ignore-output"]
+no_cpp, rows_of_x = cpp.why_not(torch.float32, device), (1, 2, 4, 8, 16, 32, 64)
+layers = [
+    torch.nn.Linear(576, 3072, bias=False).requires_grad_(False) for _ in range(pick(16, 4))
+]  # more than a cache
+forms = {"torch": [faster_linear(layer) or layer for layer in layers]}
+if not no_cpp:
+    forms["linear.cpp"] = [TiledLinear(layer) for layer in layers]
+
+
+def all_of(form: list, x: torch.Tensor):
+    """A function that multiplies x by the weights of every layer."""
+    return lambda: [linear(x) for linear in form]
+
+
+if not no_cpp:
+    seconds_of, ratios = {name: [] for name in forms}, []
+    for n in rows_of_x:
+        x = torch.randn(n, 576)
+        runs = [all_of(form, x) for form in forms.values()]
+        for got, wanted in zip(runs[1](), runs[0]()):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)  # 576 products, each sum in its own order
+        pair = clock.paired(*runs, repeats=pick(15, 3), warmup=2)
+        ratios.append(pair.ratio)
+        for name, side in zip(forms, (pair.a, pair.b)):
+            seconds_of[name].append(side.median / len(layers))
+    alone = forms["linear.cpp"][0]
+    batch = torch.randn(32, 576)
+    assert all(torch.equal(alone(row[None])[0], both) for row, both in zip(batch, alone(batch)))
+    _, axes = plots.figure()
+    for name, taken in seconds_of.items():
+        axes.plot(rows_of_x, [1e3 * t for t in taken], "o-", label=name)
+    floor = layers[0].weight.nbytes / machine.read_bandwidth
+    axes.axhline(1e3 * floor, color=plots.MEANING["ceiling"], ls="--", label="W, read once")
+    axes.set(xlabel="rows of x", ylabel="ms", title="x @ W.T, W 3072 x 576, float32")
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    plt.show()
+    for n, ratio in zip(rows_of_x, ratios):
+        print(f"{n:3d} rows: torch / linear.cpp {ratio} x")
+else:
+    print("not measured:", no_cpp)
 
 # %% [markdown]
 # ### Bytes

@@ -9,14 +9,14 @@ import torch
 
 from minillm.cache.paged import PagedCache
 from minillm.errors import ParamsError
-from minillm.kernels import paged_decode_cpu as module
+from minillm.kernels import cpp, paged_decode_cpu
 from minillm.kernels.paged_decode_cpu import paged_decode
 from minillm.llm import LLM
 from minillm.model.weights import load_model
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
-    module.why_not(torch.float32, CPU) is not None, reason=str(module.why_not(torch.float32, CPU))
+    cpp.why_not(torch.float32, CPU) is not None, reason=str(cpp.why_not(torch.float32, CPU))
 )
 
 
@@ -143,7 +143,7 @@ def test_inputs_with_gaps_are_read_right():
 def test_what_would_read_strange_memory_is_refused(place, change, match, monkeypatch):
     tensors = list(scene())
     tensors[place] = change(tensors[place])
-    monkeypatch.setattr(module, "library", None)  # a call would be a TypeError
+    monkeypatch.setattr(paged_decode_cpu, "library", None)  # a call would be a TypeError
     with pytest.raises(ParamsError, match=match):
         paged_decode(*tensors, scale=0.125)
 
@@ -154,25 +154,25 @@ def test_a_window_of_nothing_is_refused():
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch):
-    module.library.cache_clear()
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
-    assert "needs a C++ compiler" in module.why_not(torch.float32, CPU)
+    cpp.library.cache_clear()
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: None)
+    assert "needs a C++ compiler" in cpp.why_not(torch.float32, CPU)
     config = load_model("tiny").config
     with pytest.raises(ParamsError, match=r"attention='cpp'.*C\+\+ compiler"):
         PagedCache(config, 4, 16, attention="cpp")
-    assert "float16" in module.why_not(torch.float16, CPU)
-    assert "cuda" in module.why_not(torch.float32, torch.device("cuda"))
+    assert "float16" in cpp.why_not(torch.float16, CPU)
+    assert "cuda" in cpp.why_not(torch.float32, torch.device("cuda"))
     llm = LLM("tiny", compile=True)  # goes on without
     assert llm.engine.runner.cache.attention == "sdpa"
 
 
 def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
-    module.library.cache_clear()
+    cpp.library.cache_clear()
     answer = subprocess.CompletedProcess((), 1, b"version", "no such flag\nmore")
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
-    assert "no such flag" in module.why_not(torch.float32, CPU)
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(cpp.subprocess, "run", lambda *args, **kwargs: answer)
+    assert "no such flag" in cpp.why_not(torch.float32, CPU)
     assert not list((tmp_path / "kernels").iterdir())
 
 
@@ -180,12 +180,12 @@ def test_a_compiler_that_fails_leaves_nothing_behind(monkeypatch, tmp_path):
 def test_it_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
     for _ in range(2):
-        module.library.cache_clear()
-        assert module.why_not(torch.float32, CPU) is None
+        cpp.library.cache_clear()
+        assert cpp.why_not(torch.float32, CPU) is None
         (made,) = (tmp_path / "kernels").iterdir()
         before = made.stat().st_mtime_ns
     assert made.stat().st_mtime_ns == before
-    module.library.cache_clear()
+    cpp.library.cache_clear()
 
 
 @needs_compiler

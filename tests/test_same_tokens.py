@@ -33,9 +33,10 @@ from minillm.engine.options import EngineOptions
 from minillm.engine.parallel import STOP, ParallelRunner, follow, send
 from minillm.engine.policies import Arrival, run_trace
 from minillm.engine.speculation import Speculator
-from minillm.kernels import paged_decode_cpu
+from minillm.kernels import cpp
 from minillm.kernels.decoding_reference import paged_attention
 from minillm.kernels.launch import interpreted, why_not
+from minillm.kernels.linear_cpu import tile_linears
 from minillm.model.compiled import CompiledDecoder
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
@@ -323,8 +324,8 @@ def test_the_engine_emits_the_same_tokens(option, monkeypatch):
             use_the_twins(monkeypatch)
         else:
             model = model.to("cuda")
-    if option["attention"] == "cpp" and paged_decode_cpu.why_not(model.dtype, model.device) is not None:
-        pytest.skip(paged_decode_cpu.why_not(model.dtype, model.device))
+    if option["attention"] == "cpp" and cpp.why_not(model.dtype, model.device) is not None:
+        pytest.skip(cpp.why_not(model.dtype, model.device))
     got, _ = emit_engine(pack_linears(model) if option["layout"] == "packed" else model, option)
     for prompt, tokens, wanted in zip(shared_prompts() * 2, got, expected * 2, strict=True):
         assert_same(model_of(option), prompt, tokens, wanted)
@@ -332,7 +333,7 @@ def test_the_engine_emits_the_same_tokens(option, monkeypatch):
 
 @functools.lru_cache
 def compiled_model() -> CompiledDecoder:
-    return CompiledDecoder(model_of({"heads": "gqa", "window": None}))
+    return CompiledDecoder(model_of({"heads": "gqa", "window": None}), pack=tile_linears)
 
 
 COMPILED = {name: values for name, values in ENGINE.items() if name not in ("layout", "heads", "window", "attention")}

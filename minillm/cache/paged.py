@@ -155,7 +155,7 @@ class PagedCache:
 
     def _in_place(self, layer: LayerInfo, q: Tensor, part: Rows) -> Tensor:
         """q [rows, heads, dim] -> the same."""
-        return paged_decode(
+        out = paged_decode(
             q,
             self.k[layer.index],
             self.v[layer.index],
@@ -165,7 +165,10 @@ class PagedCache:
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
+            checked=part.checked,
         )
+        part.checked = True  # a step's layers differ in their numbers, not in who reads what
+        return out
 
     def _together(self, layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """q [n * time, heads, dim] -> the same. The query heads that share a KV head see the same keys: they go in as

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ParamsError, illegal
-from minillm.kernels import paged_decode_cpu
+from minillm.kernels import cpp
 from minillm.kernels.launch import FLOATS, interpreted, require_triton, why_not
 from minillm.model.attention import LayerInfo
 
@@ -25,7 +25,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str
         compiles = device.type == "cuda" and dtype in FLOATS and why_not() is None
         return "triton" if compiles else "sdpa"
     if name == "cpp":
-        reason = paged_decode_cpu.why_not(dtype, device)
+        reason = cpp.why_not(dtype, device)
         if reason is not None:
             raise ParamsError(illegal("attention", name, f"cannot run here: {reason}"))
     if name == "triton":
@@ -39,7 +39,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> str
 
 def compiled_attention(device: torch.device, dtype: torch.dtype) -> str:
     """What "auto" becomes where the decode step is compiled: "cpp" if it can run here, else "auto"."""
-    return "cpp" if paged_decode_cpu.why_not(dtype, device) is None else "auto"
+    return "cpp" if cpp.why_not(dtype, device) is None else "auto"
 
 
 class KernelReader:

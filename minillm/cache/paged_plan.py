@@ -63,6 +63,7 @@ class Rows:
     rows: Tensor | None  # [n] places in the packed tokens; None: they are all of the step, in order
     requests: Tensor  # [n]
     lengths: Tensor  # [n]
+    checked: bool = False
 
 
 @dataclass

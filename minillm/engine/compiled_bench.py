@@ -14,6 +14,7 @@ import torch
 from minillm.cache.paged_kernel import compiled_attention
 from minillm.engine.bench import Workload, options_for, run_engine
 from minillm.engine.engine import Engine
+from minillm.kernels.linear_cpu import tile_linears
 from minillm.measure.bench import NotMeasured
 from minillm.measure.clock import paired
 from minillm.measure.ladder import agreement
@@ -39,7 +40,7 @@ def bench_compile(
             continue
         for dtype in dtypes:
             plain = load_model(name, dtype=dtype, device="cpu")
-            compiled = CompiledDecoder(copy.deepcopy(plain))
+            compiled = CompiledDecoder(copy.deepcopy(plain), pack=tile_linears)
             if compiled.why_eager is not None:
                 raise NotMeasured(compiled.why_eager)
             pack_linears(plain)

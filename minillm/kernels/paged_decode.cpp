@@ -7,93 +7,95 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "vector.h"
+
 namespace {
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-
-inline float wide(bfloat16 x) {  // its bits are the upper half of a float32's
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &bits, sizeof y);
-    return y;
-}
 
 struct Shape {
     int64_t rows, heads, kv_heads, dim, block_size, max_blocks, window;  // window 0: none
     float scale, softcap;                                                // softcap 0: none
 };
 
-// DIM: the head dimension, known to the compiler, so that its loops unroll; 0: shape.dim.
+// DIM: the head dimension, known to the compiler, so that its loops unroll and a head is held in registers; 0:
+// shape.dim.
 template <class T, int64_t DIM>
 void attend(const Shape& shape, const float* q, const T* keys, const T* values, const int64_t* tables,
             const int64_t* requests, const int64_t* lengths, float* out, int threads) {
-    const int64_t dim = DIM ? DIM : shape.dim, group = shape.heads / shape.kv_heads, size = shape.block_size;
+    const int64_t dim = DIM ? DIM : shape.dim, vecs = (dim + LANES - 1) / LANES;
+    const int64_t group = shape.heads / shape.kv_heads, size = shape.block_size;
     const int64_t stride = shape.kv_heads * dim;  // from one slot to the next
+    const auto part = [dim](const auto* head, int64_t j) {  // its j-th register
+        const auto* from = head + j * LANES;
+        return DIM && DIM % LANES == 0 ? load(from) : load(from, std::min<int64_t>(LANES, dim - j * LANES));
+    };
 
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t task = 0; task < shape.rows * shape.kv_heads; task++) {
-        const int64_t row = task / shape.kv_heads, kv_head = task % shape.kv_heads, length = lengths[row];
-        const int64_t* table = tables + requests[row] * shape.max_blocks;
-        const float* query = q + (row * shape.heads + kv_head * group) * dim;
-        float* result = out + (row * shape.heads + kv_head * group) * dim;
-        std::vector<float> top(group, -std::numeric_limits<float>::infinity()), sum(group, 0.0f);
-        std::vector<float> weights(size), mixed(group * dim, 0.0f);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> top(group), sum(group), weights(size + LANES);
+        std::vector<vec> queries(group * vecs), mixed(group * vecs);
 
-        int64_t place = shape.window ? std::max<int64_t>(0, length - shape.window) : 0;
-        while (place < length) {
-            const int64_t slot = place % size, count = std::min(size - slot, length - place);
-            const int64_t first = (table[place / size] * size + slot) * stride + kv_head * dim;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < shape.rows * shape.kv_heads; task++) {
+            const int64_t row = task / shape.kv_heads, kv_head = task % shape.kv_heads, length = lengths[row];
+            const int64_t* table = tables + requests[row] * shape.max_blocks;
+            const int64_t place_in_row = (row * shape.heads + kv_head * group) * dim;
             for (int64_t head = 0; head < group; head++) {
-                const float* own = query + head * dim;
-                float highest = top[head];
-                for (int64_t i = 0; i < count; i++) {
-                    const T* key = keys + first + i * stride;
-                    float score = 0.0f;
-#pragma omp simd reduction(+ : score)
-                    for (int64_t d = 0; d < dim; d++) score += own[d] * wide(key[d]);
-                    score *= shape.scale;
-                    if (shape.softcap > 0) score = shape.softcap * std::tanh(score / shape.softcap);
-                    weights[i] = score;
-                    highest = std::max(highest, score);
+                top[head] = -std::numeric_limits<float>::infinity(), sum[head] = 0.0f;
+                for (int64_t j = 0; j < vecs; j++) {
+                    queries[head * vecs + j] = part(q + place_in_row + head * dim, j) * shape.scale;
+                    mixed[head * vecs + j] = vec{};
                 }
-                const float shrink = std::exp(top[head] - highest);  // what was summed so far had another maximum
-                float total = sum[head] * shrink;
-#pragma omp simd reduction(+ : total)
-                for (int64_t i = 0; i < count; i++) {
-                    weights[i] = std::exp(weights[i] - highest);
-                    total += weights[i];
-                }
-                float* mix = mixed.data() + head * dim;
-                if (DIM) {  // small enough to be held in registers
-                    float held[DIM ? DIM : 1];
-                    for (int64_t d = 0; d < DIM; d++) held[d] = mix[d] * shrink;
-                    for (int64_t i = 0; i < count; i++) {
-                        const T* value = values + first + i * stride;
-                        for (int64_t d = 0; d < DIM; d++) held[d] += weights[i] * wide(value[d]);
-                    }
-                    for (int64_t d = 0; d < DIM; d++) mix[d] = held[d];
-                } else {
-                    for (int64_t d = 0; d < dim; d++) mix[d] *= shrink;
-                    for (int64_t i = 0; i < count; i++) {
-                        const T* value = values + first + i * stride;
-                        for (int64_t d = 0; d < dim; d++) mix[d] += weights[i] * wide(value[d]);
-                    }
-                }
-                top[head] = highest, sum[head] = total;
             }
-            place += count;
+
+            int64_t place = shape.window ? std::max<int64_t>(0, length - shape.window) : 0;
+            while (place < length) {
+                const int64_t slot = place % size, count = std::min(size - slot, length - place);
+                const int64_t first = (table[place / size] * size + slot) * stride + kv_head * dim;
+                for (int64_t head = 0; head < group; head++) {
+                    const vec* query = &queries[head * vecs];
+                    float highest = top[head];
+                    for (int64_t i = 0; i < count; i++) {
+                        const T* key = keys + first + i * stride;
+                        vec even{}, odd{};  // two sums, for one would wait for itself
+                        for (int64_t j = 0; j + 1 < vecs; j += 2) {
+                            even += query[j] * part(key, j);
+                            odd += query[j + 1] * part(key, j + 1);
+                        }
+                        if (vecs % 2) even += query[vecs - 1] * part(key, vecs - 1);
+                        float score = sum_of(even + odd);
+                        if (shape.softcap > 0) score = shape.softcap * std::tanh(score / shape.softcap);
+                        weights[i] = score;
+                        highest = std::max(highest, score);
+                    }
+                    const float shrink = std::exp(top[head] - highest);  // what was summed had another maximum
+                    vec total{};
+                    for (int64_t i = 0; i < count; i += LANES) {
+                        vec e = exp_of(load(&weights[i]) - highest);
+                        for (int64_t lane = count - i; lane < LANES; lane++) e[lane] = 0.0f;  // beyond the block
+                        store(&weights[i], e);
+                        total += e;
+                    }
+                    top[head] = highest, sum[head] = sum[head] * shrink + sum_of(total);
+
+                    vec* mix = &mixed[head * vecs];
+                    vec held[DIM ? (DIM + LANES - 1) / LANES : 1];
+                    vec* const now = DIM ? held : mix;
+                    for (int64_t j = 0; j < vecs; j++) now[j] = mix[j] * shrink;
+                    for (int64_t i = 0; i < count; i++) {
+                        const T* value = values + first + i * stride;
+                        for (int64_t j = 0; j < vecs; j++) now[j] += weights[i] * part(value, j);
+                    }
+                    for (int64_t j = 0; j < vecs; j++) mix[j] = now[j];
+                }
+                place += count;
+            }
+            for (int64_t head = 0; head < group; head++)
+                for (int64_t d = 0; d < dim; d++)
+                    out[place_in_row + head * dim + d] = length ? mixed[head * vecs + d / LANES][d % LANES] / sum[head] : 0.0f;
         }
-        for (int64_t head = 0; head < group; head++)
-            for (int64_t d = 0; d < dim; d++)
-                result[head * dim + d] = length ? mixed[head * dim + d] / sum[head] : 0.0f;
     }
 }
 

@@ -7,8 +7,9 @@ between kernels. Compiled, norms, RoPE, activations and residuals melt into the 
   multiply and sum, which the compiler turns into one pass over W in the order it lies in memory. Shapes are frozen:
   one graph for 1, 2, 4 and 8 rows, made the first time it is needed; 3 rows are padded to 4. A linear of another
   kind takes part if it has a `row_form()`; else it is called as it is.
-- more rows: the products stay library calls on packed weights (`layout`), for there arithmetic sets the time; what
-  lies between is compiled once, for any number of rows.
+- more rows: the products stay calls, of what `pack` put in the linears' place (oneDNN's, or the kernels of
+  `minillm.kernels.linear_cpu`), for there arithmetic sets the time; what lies between is compiled once, for any
+  number of rows.
 
 Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator.
 Layers of one kind are compiled once (63 seconds became 20: smollm2-135m, 1 row). What it costs: float32 weights are
@@ -111,13 +112,14 @@ class CompiledDecoder:
     """A Decoder to call like any other: `hidden`, `logits`, and itself; what goes through a cache runs compiled.
     Takes the model over: its linears are packed in place.
 
+    pack: replaces the linears, in place, by what more rows than `few_sizes` are multiplied by.
     many: whether to compile steps of more rows than `few_sizes` too: less to gain, and one more graph to wait for.
     few_sizes: rows that have a graph each, in rising order; fewer rows are padded.
     compile_seconds: rows (MANY: any above few_sizes) -> seconds that their graph took to make.
     why_eager: None, or one line that says why nothing is compiled here.
     """
 
-    def __init__(self, model: Decoder, many: bool = True) -> None:
+    def __init__(self, model: Decoder, many: bool = True, pack: Callable[[Decoder], Decoder] = pack_linears) -> None:
         self.compile_many = many
         self.compile_seconds: dict[int, float] = {}
         self.why_eager = why_not(model)
@@ -140,7 +142,7 @@ class CompiledDecoder:
             self._many = torch.compile(_hidden, fullgraph=True, options=options)
         else:
             log.info("decode runs uncompiled: %s", self.why_eager)
-        self.model = pack_linears(model)
+        self.model = pack(model)
         if self.why_eager is None:
             self.linears = [self.model.get_submodule(name) for name in linears]
 
@@ -170,8 +172,10 @@ class CompiledDecoder:
         """What the graph calls: q, k, v [rows, heads, dim]. Those that are no padding are handed to the cache, in the
         caller's leading shape."""
         rows, real = len(q), math.prod(self.lead)
-        q, k, v = (x[:real].view(*self.lead, *x.shape[1:]) for x in (q, k, v))
-        return padded(self.cache.attend(self.layers[index], q, k, v).flatten(0, -3), rows)
+        if rows > real or len(self.lead) > 1:
+            q, k, v = (x[:real].view(*self.lead, *x.shape[1:]) for x in (q, k, v))
+        out = self.cache.attend(self.layers[index], q, k, v).flatten(0, -3)
+        return out if rows == real and out.is_contiguous() else padded(out, rows)
 
     def _size(self, rows: int) -> int:
         """The rows of the graph that takes this many; MANY above all sizes."""
@@ -294,7 +298,7 @@ _LIBRARY = torch.library.Library("minillm", "DEF")
 _LIBRARY.define("attend(str key, Tensor layer, Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.define("linear(str key, Tensor index, int out_features, Tensor x) -> Tensor")
 _LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(int(index), q, k, v), "CPU")
-_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[int(index)](x), "CPU")
+_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[int(index)].forward(x), "CPU")
 torch.library.register_fake(
     "minillm::attend", lambda key, index, q, k, v: q.new_empty((*q.shape[:-1], v.shape[-1])), lib=_LIBRARY
 )

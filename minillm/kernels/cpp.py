@@ -1,0 +1,75 @@
+"""The C++ kernels for a CPU: compiled once a machine, loaded through ctypes.
+
+Chapters 09 and 10. The compiler that `torch.compile` needs anyway takes a few seconds; what it made is kept beside
+the models, under a name that changes with the sources, the flags and the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from minillm.model.hub import cache_folder
+
+log = logging.getLogger(__name__)
+
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
+HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
+DTYPES = (torch.float32, torch.bfloat16)
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+VECTORS = {  # by what torch found this processor to have
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma"),
+}
+
+
+def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
+    """One sentence that says why the kernels cannot run; None: they can. Compiles them the first time it is asked."""
+    if device.type != "cpu":
+        return f"the tensors are on {device.type}, and this kernel is for a CPU"
+    if dtype not in DTYPES:
+        return f"it reads float32 and bfloat16, not {dtype}"
+    try:
+        library()
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled sources. OSError: no compiler, or it failed."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError(f"it needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
+    flags = (*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+    texts = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
+    name = hashlib.sha256(texts + version + " ".join(flags).encode()).hexdigest()[:16]
+    path = cache_folder() / "kernels" / f"minillm-{name}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # then moved: another process may do the same
+            made = Path(folder) / path.name
+            command = [compiler, *flags, *SOURCES, "-o", made]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                log.debug("%s: %s", compiler, done.stderr)
+                raise OSError(f"{compiler} failed: {(done.stderr.strip() or 'no message').splitlines()[0]}")
+            os.replace(made, path)
+    loaded = ctypes.CDLL(str(path))
+    flag, size, number, pointer = ctypes.c_bool, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    loaded.paged_decode.argtypes = [flag, *[size] * 7, *[number] * 2, *[pointer] * 7, ctypes.c_int]
+    loaded.linear.argtypes = [flag, *[size] * 3, *[pointer] * 3, ctypes.c_int]
+    loaded.paged_decode.restype = loaded.linear.restype = None
+    return loaded

@@ -1,0 +1,69 @@
+"""Linears of a compiled decoder on a CPU, in C++: right for one row and for a batch (`linear.cpp` has the loops).
+
+Chapter 10. A library has to choose an order of W for a number of rows; oneDNN's is slow for a few, and torch has none
+for 16 bits on a processor without instructions for them. Here W lies in panels that suit any number of rows, 16 bits
+are widened as they are read, and a row's output does not depend on the rows beside it, to the last bit.
+
+Bytes: W, once, in its own dtype. FLOPs: 2 x rows x in x out. Up to about 12 rows (float32) the bytes set the time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minillm.errors import ParamsError, illegal
+from minillm.kernels.cpp import library, why_not
+from minillm.model.decoder import Decoder, replace_linears
+from minillm.model.layout import faster_linear, row_at_a_time
+
+WIDE = 16  # outputs of a panel, as in linear.cpp
+
+
+class TiledLinear(nn.Module):
+    """y = x @ W.T + b with W in panels [panels, in, WIDE], summed in float32. x [..., in] in W's dtype -> [..., out]
+    in the same. Inference only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        weight = linear.weight.detach()
+        spare = -self.out_features % WIDE
+        rows = torch.cat((weight, weight.new_zeros(spare, self.in_features))) if spare else weight
+        self.packed = rows.unflatten(0, (-1, WIDE)).transpose(1, 2).contiguous()  # [panels, in, WIDE]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = product(x.float(), self.packed, self.out_features)  # [..., out]
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """x [..., in] float32, packed [panels, in, WIDE] float32 or bfloat16, contiguous -> [..., outputs] float32."""
+    inputs, x = packed.shape[1], x.contiguous()
+    if x.shape[-1] != inputs or x.dtype != torch.float32 or x.device.type != "cpu":
+        legal = f"must be [..., {inputs}] of float32 on a CPU"
+        raise ParamsError(illegal("x", f"{list(x.shape)} of {x.dtype} on {x.device}", legal))
+    rows = x.numel() // inputs
+    y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
+    library().linear(
+        packed.dtype == torch.bfloat16,
+        *(rows, inputs, outputs),
+        *(tensor.data_ptr() for tensor in (x, packed, y)),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def tile_linears(model: Decoder) -> Decoder:
+    """Replace every linear in place: by a TiledLinear where that can run and no instruction of the processor's
+    multiplies 16 bits as they are, else by what `faster_linear` knows."""
+
+    def make(name: str, linear: nn.Linear) -> nn.Module | None:
+        weight = linear.weight
+        wanted = weight.dtype == torch.float32 or row_at_a_time(linear)
+        if wanted and why_not(weight.dtype, weight.device) is None:
+            return TiledLinear(linear)
+        return faster_linear(linear)
+
+    return replace_linears(model, make)

@@ -1,0 +1,151 @@
+"""The tiled product in C++ against float64: any shape, any number of rows, and no row that depends on another."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from minillm import LLM, SamplingParams
+from minillm.errors import ParamsError
+from minillm.kernels import cpp, linear_cpu
+from minillm.kernels.linear_cpu import WIDE, TiledLinear, product, tile_linears
+from minillm.model.weights import load_model
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(
+    cpp.why_not(torch.float32, CPU) is not None, reason=str(cpp.why_not(torch.float32, CPU))
+)
+# Inputs: fewer than a part of the loop, exactly one, more; outputs: fewer than a panel, whole panels, a rest.
+SHAPES = ((1, 1), (7, 5), (384, 16), (385, 17), (800, 47))
+ROWS = (1, 2, 5, 6, 7, 12, 13, 31, 40)  # below, at and above one and two tiles
+
+
+def linear(inputs: int, outputs: int, dtype=torch.float32, bias: bool = True) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    generator = torch.Generator().manual_seed(inputs * outputs)
+    for x in made.parameters():
+        x.data.copy_(torch.randn(x.shape, generator=generator))
+    return made.requires_grad_(False)
+
+
+def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", (True, False))
+def test_equals_the_product_in_float64(shape, bias):
+    plain = linear(*shape, bias=bias)
+    tiled = TiledLinear(plain)
+    for rows in ROWS:
+        x = inputs(rows, shape[0])
+        wanted = copy.deepcopy(plain).double()(x.double())
+        # A sum of n products of standard normals, rounded n times: about n eps, and n is 800 at most.
+        torch.testing.assert_close(tiled(x).double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_is_summed_in_float32_and_rounded_once(shape):
+    plain = linear(*shape, dtype=torch.bfloat16)
+    tiled = TiledLinear(plain)
+    assert tiled.packed.dtype == torch.bfloat16
+    for rows in ROWS:
+        x = inputs(rows, shape[0], dtype=torch.bfloat16)
+        got = tiled(x)
+        assert got.dtype == torch.bfloat16
+        wanted = copy.deepcopy(plain).double()(x.double()).bfloat16()
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-3)  # one step of bfloat16, where a sum is a tie
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", cpp.DTYPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it_or_on_the_threads(dtype):
+    """To the last bit: so a request's tokens cannot change with the batch it is in."""
+    tiled, threads = TiledLinear(linear(800, 47, dtype)), torch.get_num_threads()
+    x = inputs(40, 800, dtype=dtype)
+    alone = torch.cat([tiled(row[None]) for row in x])
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in ROWS:
+                assert torch.equal(tiled(x[:rows]), alone[:rows]), f"{rows} rows, {count} threads"
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_infinities_and_nan_stay_in_their_row():
+    tiled = TiledLinear(linear(40, 20))
+    x = inputs(8, 40)
+    clean = tiled(x)
+    x[3, 5], x[6, 1] = torch.nan, torch.inf
+    got = tiled(x)
+    assert got[3].isnan().all() and not got[6].isfinite().any()
+    kept = [0, 1, 2, 4, 5, 7]
+    assert torch.equal(got[kept], clean[kept])
+
+
+@needs_compiler
+def test_shapes_of_x_and_inputs_with_gaps():
+    plain = linear(24, 33)
+    tiled = TiledLinear(plain)
+    x = inputs(2, 3, 48)[..., ::2]
+    assert tiled(x).shape == (2, 3, 33)
+    assert torch.equal(tiled(x), tiled(x.contiguous()))
+    assert tiled(x[:0]).shape == (0, 3, 33) and tiled(x[0, 0]).shape == (33,)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (torch.zeros(2, 23), r"\[2, 23\].*\[\.\.\., 24\]"),
+        (torch.zeros(2, 24, dtype=torch.float64), "float64"),
+        (torch.zeros(2, 24, device="meta"), "meta"),
+    ],
+)
+def test_what_would_read_strange_memory_is_refused(x, match, monkeypatch):
+    packed = TiledLinear(linear(24, 33)).packed
+    monkeypatch.setattr(linear_cpu, "library", None)  # a call would be a TypeError
+    with pytest.raises(ParamsError, match=match):
+        product(x, packed, 33)
+
+
+@needs_compiler
+def test_the_model_keeps_its_logits_and_shares_nothing_it_should_not():
+    model = load_model("tiny")
+    ids = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        wanted = model(ids)
+        got = tile_linears(model)(ids)
+    assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert isinstance(model.layers[0].attn.qkv, TiledLinear) and isinstance(model.head, TiledLinear)
+    assert model.head.packed.shape[0] == -(-model.config.vocab_size // WIDE)
+
+
+@needs_compiler
+def test_16_bits_are_tiled_only_where_the_processor_has_no_instructions_for_them(monkeypatch):
+    monkeypatch.setattr(linear_cpu, "faster_linear", lambda linear: None)
+    for native in (False, True):
+        monkeypatch.setattr(linear_cpu, "row_at_a_time", lambda linear, native=native: not native)
+        for dtype, tiled in (("float32", True), ("bfloat16", not native), ("float16", False)):
+            kinds = {type(m) for m in tile_linears(load_model("tiny", dtype=dtype)).modules()}
+            assert (TiledLinear in kinds) == tiled, f"{dtype}, native={native}"
+
+
+def test_without_a_compiler_the_library_s_product_serves(monkeypatch):
+    monkeypatch.setattr(linear_cpu, "why_not", lambda dtype, device: "no compiler")
+    assert {TiledLinear} & {type(m) for m in tile_linears(load_model("tiny")).modules()} == set()
+
+
+@needs_compiler
+def test_a_compiled_model_takes_it():
+    llm = LLM("tiny", compile=True)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    prompts = ["The sea was", "It was a truth", "Sir Walter", "In the beginning"]
+    assert isinstance(llm.model.model.head, TiledLinear)
+    wanted = [o.token_ids for o in LLM("tiny").generate(prompts, params)]
+    assert [o.token_ids for o in llm.generate(prompts, params)] == wanted
