@@ -445,12 +445,28 @@ def test_trials_that_fail_cost_little_even_where_a_draft_must_read_prompts(batch
 
 def test_a_trial_is_one_request_and_then_all():
     lengths, counts = AdaptiveLength(4), []
-    for _ in range(12):
+    for _ in range(80):
         k, count = lengths.choose(8)
         counts.append(count if k else 0)
         lengths.record(8, k, [(k, k)] * counts[-1], 0.009 * k, 1.0)
     # Both trial steps took 0.009 longer than a plain one; times 8 requests, that is 4 plain steps of 0.04.
-    assert counts[:8] == [0, 0, 0, 1, 1, 0, 8, 8] and set(counts[8:]) == {8}
+    assert counts[:8] == [0, 0, 0, 1, 1, 0, 8, 8]
+    plain = [step for step, count in enumerate(counts) if step > 5 and count == 0]
+    assert set(counts) == {0, 1, 8}
+    assert [b - a - 1 for a, b in zip([5, *plain], plain)] == [4, 8, 16, 32], "ever more rarely compared"
+
+
+@pytest.mark.parametrize("batch", (1, 8))
+def test_a_machine_that_grows_faster_during_a_trial_does_not_keep_a_losing_draft(batch):
+    """Half the time a step, from the first draft on: what is gained then is not the draft's merit."""
+    lengths, counts, speed = AdaptiveLength(4), [], 2.0
+    for _ in range(300):
+        k, count = lengths.choose(batch)
+        counts.append(count if k else 0)
+        speed = 1.0 if any(counts) else speed
+        lengths.record(batch, k, [(k, 0)] * counts[-1], 0.1 * speed * k, 1.0 * speed)  # nothing is ever accepted
+    first = counts.index(batch)
+    assert sum(map(bool, counts[first:])) < 40, "a plain step must be compared soon"
 
 
 @pytest.mark.parametrize("a", [0.5, 0.9])

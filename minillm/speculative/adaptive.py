@@ -11,7 +11,8 @@ decoding is about as fast. Trying is what costs where drafts do not pay, so tria
   gains are not counted on: where answers end together, the slowest sets the time;
 - what drafted steps lost against plain ones is a debt, which plain steps pay off, each `SHARE` of a step. While there
   is a debt, nothing is tried. After each loss in a row it counts three times as much as after the one before;
-- while it drafts, a plain step now and then keeps the comparison fresh.
+- while it drafts, a plain step now and then keeps the comparison fresh: soon after a trial, for the machine may have
+  changed its speed between the two, then ever more rarely.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from minillm.errors import ParamsError, illegal
 from minillm.speculative.analysis import expected_tokens
 
 MEMORY = 9  # measurements of a kind that count; the median of few is steady and forgets soon
+PLAIN_MEMORY = 5  # the same for plain steps: while it drafts they are rare, and three new ones must outvote the old
 PLAIN_FIRST = 3  # plain steps before the first draft
 TRIALS = 2  # drafted steps before they are judged
 TRIAL_LENGTH = 1  # of a draft on trial: if any length wins, this one does (`analysis.best_k`)
@@ -33,6 +35,7 @@ ANSWER = 64  # steps within which a whole batch's trial must have earned its pri
 SAVED = 0.04  # of the time may go into trials of a whole batch
 SHARE = 0.01  # of the time may go into trials that fail
 LONGEST_PAUSE = 1024
+FIRST_REFRESH = 4  # drafted steps after a trial until the first plain one; each wait is twice the last
 FADE = 0.95  # what a round's acceptance still counts after the next one
 PRIOR = 0.5  # rounds that the first guess of acceptance is worth
 
@@ -41,7 +44,7 @@ PRIOR = 0.5  # rounds that the first guess of acceptance is worth
 class Costs:
     """Measured at batches of similar size. Seconds."""
 
-    plain: deque = field(default_factory=lambda: deque(maxlen=MEMORY))
+    plain: deque = field(default_factory=lambda: deque(maxlen=PLAIN_MEMORY))
     verify: deque = field(default_factory=lambda: deque(maxlen=2 * MEMORY))  # (depth, a drafted step, less drafting)
     draft: deque = field(default_factory=lambda: deque(maxlen=MEMORY))  # drafting, a token of depth
     extra: float = 0.0  # what this trial's steps took longer than plain ones, in plain steps
@@ -49,12 +52,13 @@ class Costs:
     whole: bool = False  # the trial is of the whole batch, not of one request
     trials: int = 0
     since_plain: int = 0
+    refresh: int = FIRST_REFRESH  # drafted steps until the next plain one
 
     def restart(self, whole: bool) -> None:
         """Another trial, of one request or of all, from new measurements."""
         self.verify.clear()
         self.draft.clear()
-        self.whole, self.trials, self.extra = whole, 0, 0.0
+        self.whole, self.trials, self.extra, self.refresh = whole, 0, 0.0, FIRST_REFRESH
 
 
 class FixedLength:
@@ -92,7 +96,7 @@ class AdaptiveLength:
 
     def choose(self, batch: int) -> tuple[int, int]:
         costs = self.costs(batch)
-        if len(costs.plain) < PLAIN_FIRST or costs.since_plain >= self.refresh:
+        if len(costs.plain) < PLAIN_FIRST or costs.since_plain >= min(costs.refresh, self.refresh):
             return 0, batch
         whole = costs.whole or batch == 1
         if costs.trials < TRIALS:
@@ -113,7 +117,7 @@ class AdaptiveLength:
             self.saved -= price
             costs.restart(whole=True)
             return TRIAL_LENGTH, batch
-        elif costs.since_plain == self.refresh - 1:
+        elif costs.refresh > self.refresh and costs.since_plain == self.refresh - 1:
             costs.losses = 0  # it has been winning
         return k, batch
 
@@ -133,6 +137,8 @@ class AdaptiveLength:
         costs, self.unknown = self.costs(batch), False
         if not rounds:
             costs.plain.append(propose + rest)  # a proposer that found nothing has still looked
+            if costs.since_plain >= costs.refresh:
+                costs.refresh *= 2
             costs.since_plain = 0
         if k == 0:
             self.debt = max(self.debt - SHARE, 0.0)
