@@ -142,7 +142,7 @@ class AdaptiveLength:
             costs.since_plain = 0
         if k == 0:
             self.debt = max(self.debt - SHARE, 0.0)
-            self.saved += SAVED
+            self.saved = min(self.saved + SAVED, ANSWER)  # a long stretch of plain steps is no licence for more
             return
         gained = 1 + sum(accepted for _, accepted in rounds) / max(batch, 1)  # in plain steps
         spent = (propose + rest) / median(costs.plain or (propose + rest,))
