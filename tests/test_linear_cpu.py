@@ -63,7 +63,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(shape):
 @needs_compiler
 @pytest.mark.parametrize("dtype", cpp.DTYPES)
 def test_a_row_does_not_depend_on_the_rows_beside_it_or_on_the_threads(dtype):
-    """To the last bit: so a request's tokens cannot change with the batch it is in."""
+    """To the last bit. Attention and the graphs for one or two rows have an order of their own."""
     tiled, threads = TiledLinear(linear(800, 47, dtype)), torch.get_num_threads()
     x = inputs(40, 800, dtype=dtype)
     alone = torch.cat([tiled(row[None]) for row in x])
@@ -115,7 +115,7 @@ def test_what_would_read_strange_memory_is_refused(x, match, monkeypatch):
 
 
 @needs_compiler
-def test_the_model_keeps_its_logits_and_shares_nothing_it_should_not():
+def test_a_tiled_model_keeps_its_logits():
     model = load_model("tiny")
     ids = torch.arange(5, 25)[None]
     with torch.inference_mode():

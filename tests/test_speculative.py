@@ -14,7 +14,7 @@ from minillm.engine.speculation import Speculator
 from minillm.errors import ParamsError
 from minillm.model.generate import generate_naive
 from minillm.model.sampling import Sampler, SamplingParams, probabilities
-from minillm.speculative.adaptive import AdaptiveLength, line
+from minillm.speculative.adaptive import ANSWER, AdaptiveLength, line
 from minillm.speculative.draft_model import DraftModel, check_same_vocabulary
 from minillm.speculative.early_exit import first_layers
 from minillm.speculative.ngram import NGram
@@ -454,6 +454,13 @@ def test_a_trial_is_one_request_and_then_all():
     plain = [step for step, count in enumerate(counts) if step > 5 and count == 0]
     assert set(counts) == {0, 1, 8}
     assert [b - a - 1 for a, b in zip([5, *plain], plain)] == [4, 8, 16, 32], "ever more rarely compared"
+
+
+def test_a_long_stretch_of_plain_steps_saves_no_more_than_one_trial_may_cost():
+    lengths = AdaptiveLength(4)
+    for _ in range(5000):
+        lengths.record(8, 0, [], 0.0, 1.0)
+    assert lengths.saved == ANSWER
 
 
 @pytest.mark.parametrize("batch", (1, 8))
