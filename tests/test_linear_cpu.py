@@ -9,7 +9,7 @@ from torch import nn
 from minillm import LLM, SamplingParams
 from minillm.errors import ParamsError
 from minillm.kernels import cpp, linear_cpu
-from minillm.kernels.linear_cpu import WIDE, TiledLinear, product, tile_linears
+from minillm.kernels.linear_cpu import TiledLinear, product, tile_linears
 from minillm.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -17,8 +17,8 @@ needs_compiler = pytest.mark.skipif(
     cpp.why_not(torch.float32, CPU) is not None, reason=str(cpp.why_not(torch.float32, CPU))
 )
 # Inputs: fewer than a part of the loop, exactly one, more; outputs: fewer than a panel, whole panels, a rest.
-SHAPES = ((1, 1), (7, 5), (384, 16), (385, 17), (800, 47))
-ROWS = (1, 2, 5, 6, 7, 12, 13, 31, 40)  # below, at and above one and two tiles
+SHAPES = ((1, 1), (7, 5), (768, 32), (769, 24), (800, 97))
+ROWS = (1, 2, 3, 4, 5, 12, 13, 31, 40, 121)  # below, at and above one and two tiles, and a block
 
 
 def linear(inputs: int, outputs: int, dtype=torch.float32, bias: bool = True) -> nn.Linear:
@@ -65,7 +65,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(shape):
 def test_a_row_does_not_depend_on_the_rows_beside_it_or_on_the_threads(dtype):
     """To the last bit. Attention and the graphs for one or two rows have an order of their own."""
     tiled, threads = TiledLinear(linear(800, 47, dtype)), torch.get_num_threads()
-    x = inputs(40, 800, dtype=dtype)
+    x = inputs(ROWS[-1], 800, dtype=dtype)
     alone = torch.cat([tiled(row[None]) for row in x])
     try:
         for count in (1, 3):
@@ -123,7 +123,7 @@ def test_a_tiled_model_keeps_its_logits():
         got = tile_linears(model)(ids)
     assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert isinstance(model.layers[0].attn.qkv, TiledLinear) and isinstance(model.head, TiledLinear)
-    assert model.head.packed.shape[0] == -(-model.config.vocab_size // WIDE)
+    assert model.head.packed.shape[0] == -(-model.config.vocab_size // cpp.library().linear_wide())
 
 
 @needs_compiler

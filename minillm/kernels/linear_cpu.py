@@ -18,21 +18,20 @@ from minillm.kernels.cpp import library, why_not
 from minillm.model.decoder import Decoder, replace_linears
 from minillm.model.layout import faster_linear, row_at_a_time
 
-WIDE = 16  # outputs of a panel, as in linear.cpp
-
 
 class TiledLinear(nn.Module):
-    """y = x @ W.T + b with W in panels [panels, in, WIDE], summed in float32. x [..., in] in W's dtype -> [..., out]
-    in the same. Inference only."""
+    """y = x @ W.T + b with W in panels [panels, in, wide], summed in float32. x [..., in] in W's dtype -> [..., out]
+    in the same. Inference only. wide: outputs of a panel, which linear.cpp chose for this processor."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         weight = linear.weight.detach()
-        spare = -self.out_features % WIDE
+        wide = library().linear_wide()
+        spare = -self.out_features % wide
         rows = torch.cat((weight, weight.new_zeros(spare, self.in_features))) if spare else weight
-        self.packed = rows.unflatten(0, (-1, WIDE)).transpose(1, 2).contiguous()  # [panels, in, WIDE]
+        self.packed = rows.unflatten(0, (-1, wide)).transpose(1, 2).contiguous()  # [panels, in, wide]
 
     def forward(self, x: Tensor) -> Tensor:
         y = product(x.float(), self.packed, self.out_features)  # [..., out]
@@ -40,7 +39,7 @@ class TiledLinear(nn.Module):
 
 
 def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """x [..., in] float32, packed [panels, in, WIDE] float32 or bfloat16, contiguous -> [..., outputs] float32."""
+    """x [..., in] float32, packed [panels, in, wide] float32 or bfloat16, contiguous -> [..., outputs] float32."""
     inputs, x = packed.shape[1], x.contiguous()
     if x.shape[-1] != inputs or x.dtype != torch.float32 or x.device.type != "cpu":
         legal = f"must be [..., {inputs}] of float32 on a CPU"

