@@ -9,7 +9,7 @@ Bytes: 2 x layers x blocks x block_size x kv_heads x head_dim x bytes per elemen
 Reading is a gather: the slots of a request are collected, then attended. What every layer needs for that (who is
 attended with whom, which slots, which mask) is worked out once a step, in `paged_plan`.
 Chapter 09 reads without a gather: with attention="triton" the kernels of `paged_kernel` do both, store and attend;
-with "cpp" decodes on a CPU are read in place, by `minillm.kernels.paged_decode_cpu`.
+with "cpp" blocks are read in place on a CPU, by `paged_decode_cpu` and, for prompts, `paged_prefill_cpu`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.cache.paged_kernel import KernelReader, choose_attention
-from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Rows, plan
+from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Part, Rows, Stretches, plan
 from minillm.errors import ParamsError, illegal
 from minillm.kernels.paged_decode_cpu import paged_decode
+from minillm.kernels.paged_prefill_cpu import paged_prefill
 from minillm.model.attention import LayerInfo, attention, naive_attention, visible
 from minillm.model.config import ModelConfig
 
@@ -37,8 +38,8 @@ def cache_bytes(config: ModelConfig, num_blocks: int, block_size: int, dtype: to
 class PagedCache:
     """Blocks of slots on the device, and, for preemption by swap, in host memory. `begin` each step, then attend.
 
-    attention: "naive" (the formula), "sdpa" (torch's), "triton" (the kernels of chapter 09), "cpp" (its kernel for
-    a CPU, and torch's for prompts), or "auto", by device; the attribute then says which.
+    attention: "naive" (the formula), "sdpa" (torch's), "triton" (the kernels of chapter 09), "cpp" (its kernels for
+    a CPU; trees still by torch's), or "auto", by device; the attribute then says which.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PagedCache:
         written = step.slot_mapping >= 0
         self._kept = None if bool(written.all()) else written.nonzero().squeeze(-1)  # [written tokens]
         self._targets = step.slot_mapping if self._kept is None else step.slot_mapping[self._kept]
-        self._plans: dict[int | None, list[Batch | Chunk | Rows]] = {}
+        self._plans: dict[int | None, list[Part]] = {}
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
@@ -110,6 +111,8 @@ class PagedCache:
                 own = q if part.rows is None else q.index_select(0, part.rows)
                 own = self._in_place(layer, own, part)
                 out = own if part.rows is None else out.index_copy_(0, part.rows, own)
+            elif isinstance(part, Stretches):
+                out = self._stretches(layer, q, out, part)
             elif isinstance(part, Batch):
                 out.index_copy_(0, part.rows, self._together(layer, q.index_select(0, part.rows), keys, values, part))
             else:
@@ -169,6 +172,24 @@ class PagedCache:
         )
         part.checked = True  # a step's layers differ in their numbers, not in who reads what
         return out
+
+    def _stretches(self, layer: LayerInfo, q: Tensor, out: Tensor, part: Stretches) -> Tensor:
+        """out [tokens, heads, dim], with the stretches' rows written."""
+        written = out.float()  # itself, if it is float32
+        paged_prefill(
+            q,
+            self.k[layer.index],
+            self.v[layer.index],
+            self.step.block_tables,
+            part.table,
+            written,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            checked=part.checked,
+        )
+        part.checked = True
+        return written.to(out.dtype)
 
     def _together(self, layer: LayerInfo, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """q [n * time, heads, dim] -> the same. The query heads that share a KV head see the same keys: they go in as

@@ -67,6 +67,14 @@ class Rows:
 
 
 @dataclass
+class Stretches:
+    """Prompts and chunks of them, read in place: of each [first row, rows, request, tokens before them]."""
+
+    table: Tensor  # [n, 4]
+    checked: bool = False
+
+
+@dataclass
 class Chunk:
     """One request's stretch of tokens in order, by itself: a prompt, or a large part of one."""
 
@@ -75,18 +83,24 @@ class Chunk:
     slots: Tensor | None  # [kv length]; None: the step brings all of the request's tokens, nothing needs reading
 
 
+Part = Batch | Chunk | Rows | Stretches
+
+
 def plan(
     step: PagedStep, window: int | None, q: Tensor, kv_heads: int, block_size: int, in_place: bool = False
-) -> list[Batch | Chunk | Rows]:
+) -> list[Part]:
     """All rows of the step, each once. q [tokens, heads, dim]: its heads, type and device count, not its values.
-    in_place: decodes and short chains of drafts go into a `Rows`."""
+    in_place: what is no tree is read in place: decodes and short chains of drafts are `Rows`, the rest `Stretches`."""
     parts, start = [], 0
     short: dict[int, list[Stretch]] = {}  # by query tokens
     single: list[tuple[int, int, int]] = []  # (row, request, tokens it sees)
+    long: list[tuple[int, int, int, int]] = []  # (first row, rows, request, tokens before them)
     for request, (new, length) in enumerate(zip(step.query_lengths, step.kv_lengths)):
         first = 0 if window is None else max(0, length - new - window + 1)  # the oldest token any query sees
         if in_place and new <= min(SHORT_ROWS, max(1, length - 1)) and request not in step.masks:
             single += [(start + i, request, length - new + 1 + i) for i in range(new)]
+        elif in_place and request not in step.masks:
+            long.append((start, new, request, length - new))
         elif new == 1 or request in step.masks or 1 < new <= min(SHORT, length - 1):
             short.setdefault(new, []).append((length - first, start, request))
         elif new:
@@ -96,6 +110,8 @@ def plan(
     if single:
         rows, requests, lengths = torch.tensor(single, device=q.device).T.contiguous()
         parts.append(Rows(None if len(single) == len(q) else rows, requests, lengths))
+    if long:
+        parts.append(Stretches(torch.tensor(long, device=q.device)))
     groups = q.shape[1] // kv_heads
     for time, stretches in short.items():
         parts += [

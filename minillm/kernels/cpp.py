@@ -70,6 +70,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     flag, size, number, pointer = ctypes.c_bool, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     loaded.paged_decode.argtypes = [flag, *[size] * 7, *[number] * 2, *[pointer] * 7, ctypes.c_int]
+    loaded.paged_prefill.argtypes = [flag, *[size] * 7, *[number] * 2, pointer, size, *[pointer] * 5, ctypes.c_int]
     loaded.linear.argtypes = [flag, *[size] * 3, *[pointer] * 3, ctypes.c_int]
-    loaded.paged_decode.restype = loaded.linear.restype = None
+    loaded.paged_decode.restype = loaded.paged_prefill.restype = loaded.linear.restype = None
     return loaded

@@ -57,18 +57,27 @@ def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, requests: Tensor, lengths: Tensor, window: int | None
 ) -> None:
     """ParamsError, if the kernel would read or write memory that is not these tensors'."""
+    check_paged(q, keys, values, tables, window)
+    for name, x in (("requests", requests), ("lengths", lengths)):
+        if x.shape != (len(q),):
+            raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must be [{len(q)}], one for each row of q"))
+        if x.device.type != "cpu":
+            raise ParamsError(illegal(f"{name}.device", x.device, "must be a CPU"))
+        if x.dtype != torch.long:
+            raise ParamsError(illegal(f"{name}.dtype", x.dtype, "must be int64"))
+    check_ids("requests", requests, len(tables))
+    check_ids("lengths", lengths, tables.shape[1] * keys.shape[1] + 1)
+
+
+def check_paged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, window: int | None) -> None:
+    """What both kernels ask of the pool and its tables."""
     for name, x, axes in (("q", q, 3), ("keys", keys, 4), ("values", values, 4), ("tables", tables, 2)):
         if x.dim() != axes:
             raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must have {axes} axes"))
-    everything = {"q": q, "keys": keys, "values": values, "tables": tables, "requests": requests, "lengths": lengths}
-    for name, x in everything.items():
         if x.device.type != "cpu":
             raise ParamsError(illegal(f"{name}.device", x.device, "must be a CPU"))
-    rows, heads, dim = q.shape
-    blocks, block_size, kv_heads, _ = keys.shape
-    for name, x in (("requests", requests), ("lengths", lengths)):
-        if x.shape != (rows,):
-            raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must be [{rows}], one for each row of q"))
+    _, heads, dim = q.shape
+    blocks, _, kv_heads, _ = keys.shape
     if window is not None and window < 1:
         raise ParamsError(illegal("window", window, "must be None or at least 1"))
     for name, x in (("keys", keys), ("values", values)):
@@ -79,9 +88,6 @@ def check(
             raise ParamsError(illegal(f"{name}.shape", list(x.shape), legal))
     if heads % kv_heads:
         raise ParamsError(illegal("q.shape", list(q.shape), f"heads must be a multiple of kv_heads={kv_heads}"))
-    for name, x in (("tables", tables), ("requests", requests), ("lengths", lengths)):
-        if x.dtype != torch.long:
-            raise ParamsError(illegal(f"{name}.dtype", x.dtype, "must be int64"))
+    if tables.dtype != torch.long:
+        raise ParamsError(illegal("tables.dtype", tables.dtype, "must be int64"))
     check_ids("tables", tables, blocks)
-    check_ids("requests", requests, len(tables))
-    check_ids("lengths", lengths, tables.shape[1] * block_size + 1)

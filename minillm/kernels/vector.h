@@ -19,13 +19,22 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+inline float number(float x) { return x; }
+
+inline float number(bfloat16 x) {  // its bits are the upper half of a float32's
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
 inline vec load(const float* from) {
     vec v;
     std::memcpy(&v, from, sizeof v);  // one instruction, and no alignment is asked for
     return v;
 }
 
-inline vec load(const bfloat16* from) {  // its bits are the upper half of a float32's
+inline vec load(const bfloat16* from) {
     typedef uint16_t narrow __attribute__((vector_size(LANES * 2)));
     typedef uint32_t wide __attribute__((vector_size(LANES * 4)));
     narrow half;

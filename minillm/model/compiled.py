@@ -20,6 +20,7 @@ takes a while: `compile_seconds` says how long.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 import math
@@ -208,6 +209,7 @@ class CompiledDecoder:
         except Exception as error:  # no single base class covers dynamo, inductor and the C++ compiler
             self.why_eager = f"torch.compile failed: {str(error).strip().splitlines()[0]}"
             log.warning("decode runs uncompiled: %s", self.why_eager)
+        gc.collect()  # of what the compiler left behind: later, in the middle of a step, it took half a second
         self.compile_seconds[kind] = time.perf_counter() - start
 
     @property
