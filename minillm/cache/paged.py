@@ -23,7 +23,7 @@ from torch import Tensor
 from minillm.cache.paged_kernel import KernelReader, choose_attention
 from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Part, Rows, Stretches, plan
 from minillm.errors import ParamsError, illegal
-from minillm.kernels.paged_decode_cpu import paged_decode
+from minillm.kernels.paged_decode_cpu import paged_decode, paged_store
 from minillm.kernels.paged_prefill_cpu import paged_prefill
 from minillm.model.attention import LayerInfo, attention, naive_attention, visible
 from minillm.model.config import ModelConfig
@@ -92,25 +92,32 @@ class PagedCache:
         written = step.slot_mapping >= 0
         self._kept = None if bool(written.all()) else written.nonzero().squeeze(-1)  # [written tokens]
         self._targets = step.slot_mapping if self._kept is None else step.slot_mapping[self._kept]
+        self._checked = False
         self._plans: dict[int | None, list[Part]] = {}
 
     def attend(self, layer: LayerInfo, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
         if self._by_kernels:
             return self._kernels.attend(layer, q, k, v, self.k[layer.index], self.v[layer.index])
-        keys, values = self.k[layer.index].flatten(0, 1), self.v[layer.index].flatten(0, 1)  # [slots, kv_heads, dim]
-        self._write(keys, k)
-        self._write(values, v)
+        keys, values = self.k[layer.index], self.v[layer.index]  # [blocks, block_size, kv_heads, dim]
+        in_place = self.attention == "cpp"
+        if in_place:
+            paged_store(k, v, keys, values, self.step.slot_mapping, self._checked)
+            self._checked = True  # a step's layers differ in their numbers, not in where they go
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [slots, kv_heads, dim]
+        if not in_place:
+            self._write(keys, k)
+            self._write(values, v)
         if layer.window not in self._plans:
-            in_place = self.attention == "cpp"
             self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size, in_place)
+        parts = self._plans[layer.window]
+        if len(parts) == 1 and isinstance(parts[0], Rows) and parts[0].rows is None:
+            return self._in_place(layer, q, parts[0])
         padded = sum(self.step.query_lengths) < len(q)
         out = q.new_zeros(q.shape) if padded else torch.empty_like(q, memory_format=torch.contiguous_format)
-        for part in self._plans[layer.window]:
+        for part in parts:
             if isinstance(part, Rows):
-                own = q if part.rows is None else q.index_select(0, part.rows)
-                own = self._in_place(layer, own, part)
-                out = own if part.rows is None else out.index_copy_(0, part.rows, own)
+                out.index_copy_(0, part.rows, self._in_place(layer, q.index_select(0, part.rows), part))
             elif isinstance(part, Stretches):
                 out = self._stretches(layer, q, out, part)
             elif isinstance(part, Batch):

@@ -71,6 +71,8 @@ def library() -> ctypes.CDLL:
     flag, size, number, pointer = ctypes.c_bool, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     loaded.paged_decode.argtypes = [flag, *[size] * 7, *[number] * 2, *[pointer] * 7, ctypes.c_int]
     loaded.paged_prefill.argtypes = [flag, *[size] * 7, *[number] * 2, pointer, size, *[pointer] * 5, ctypes.c_int]
+    loaded.paged_store.argtypes = [size, size, pointer, size, pointer, size, *[pointer] * 3]
     loaded.linear.argtypes = [flag, *[size] * 3, *[pointer] * 3, ctypes.c_int]
-    loaded.paged_decode.restype = loaded.paged_prefill.restype = loaded.linear.restype = None
+    for function in (loaded.paged_decode, loaded.paged_prefill, loaded.paged_store, loaded.linear):
+        function.restype = None
     return loaded

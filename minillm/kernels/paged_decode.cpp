@@ -135,3 +135,14 @@ extern "C" void paged_decode(bool is_bfloat16, int64_t rows, int64_t heads, int6
     const Shape shape{rows, heads, kv_heads, dim, block_size, max_blocks, window, scale, softcap};
     (is_bfloat16 ? by_dim<bfloat16> : by_dim<float>)(shape, q, keys, values, tables, requests, lengths, out, threads);
 }
+
+// Rows of `bytes` each, from [rows] that lie k_stride and v_stride bytes apart, to their slots of keys and values; a
+// slot below 0 is nobody's.
+extern "C" void paged_store(int64_t rows, int64_t bytes, const char* k, int64_t k_stride, const char* v,
+                            int64_t v_stride, char* keys, char* values, const int64_t* slots) {
+    for (int64_t row = 0; row < rows; row++) {
+        if (slots[row] < 0) continue;
+        std::memcpy(keys + slots[row] * bytes, k + row * k_stride, bytes);
+        std::memcpy(values + slots[row] * bytes, v + row * v_stride, bytes);
+    }
+}

@@ -53,6 +53,33 @@ def paged_decode(
     return out.to(q.dtype)
 
 
+def paged_store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, checked: bool = False) -> None:
+    """Write k and v [tokens, kv_heads, dim] to their slots [tokens] int64 of keys and values [blocks, block_size,
+    kv_heads, dim], in those two's dtype; a slot of -1 is nobody's.
+    checked: as in `paged_decode`."""
+    if not checked:
+        check_pool(keys, values)
+        wanted = (len(k), *keys.shape[2:])
+        for name, x, shape in (("k", k, wanted), ("v", v, wanted), ("slots", slots, wanted[:1])):
+            if x.shape != shape or x.device.type != "cpu":
+                raise ParamsError(illegal(name, f"{list(x.shape)} on {x.device}", f"must be {list(shape)} on a CPU"))
+        if slots.dtype != torch.long:
+            raise ParamsError(illegal("slots.dtype", slots.dtype, "must be int64"))
+        check_ids("slots", slots, len(keys) * keys.shape[1], padding=True)
+    k, v, slots = token_rows(k.to(keys.dtype)), token_rows(v.to(keys.dtype)), slots.contiguous()
+    (tokens, kv_heads, dim), size = k.shape, keys.element_size()
+    library().paged_store(
+        *(tokens, kv_heads * dim * size),
+        *(k.data_ptr(), k.stride(0) * size, v.data_ptr(), v.stride(0) * size),
+        *(x.data_ptr() for x in (keys, values, slots)),
+    )
+
+
+def token_rows(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim], or a copy, whose tokens are each in one piece, wherever they lie."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
 def check(
     q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, requests: Tensor, lengths: Tensor, window: int | None
 ) -> None:
@@ -71,23 +98,32 @@ def check(
 
 def check_paged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, window: int | None) -> None:
     """What both kernels ask of the pool and its tables."""
-    for name, x, axes in (("q", q, 3), ("keys", keys, 4), ("values", values, 4), ("tables", tables, 2)):
+    check_pool(keys, values)
+    for name, x, axes in (("q", q, 3), ("tables", tables, 2)):
         if x.dim() != axes:
             raise ParamsError(illegal(f"{name}.shape", list(x.shape), f"must have {axes} axes"))
         if x.device.type != "cpu":
             raise ParamsError(illegal(f"{name}.device", x.device, "must be a CPU"))
     _, heads, dim = q.shape
-    blocks, _, kv_heads, _ = keys.shape
+    kv_heads = keys.shape[2]
     if window is not None and window < 1:
         raise ParamsError(illegal("window", window, "must be None or at least 1"))
-    for name, x in (("keys", keys), ("values", values)):
-        if x.dtype not in DTYPES or x.dtype != keys.dtype:
-            raise ParamsError(illegal(f"{name}.dtype", x.dtype, "must be float32 or bfloat16, the same for both"))
-        if x.shape != keys.shape or x.shape[3] != dim or not x.is_contiguous():
-            legal = f"must be [blocks, block_size, kv_heads, {dim}], contiguous, the same for both"
-            raise ParamsError(illegal(f"{name}.shape", list(x.shape), legal))
+    if keys.shape[3] != dim:
+        raise ParamsError(illegal("keys.shape", list(keys.shape), f"must end in q's dim={dim}"))
     if heads % kv_heads:
         raise ParamsError(illegal("q.shape", list(q.shape), f"heads must be a multiple of kv_heads={kv_heads}"))
     if tables.dtype != torch.long:
         raise ParamsError(illegal("tables.dtype", tables.dtype, "must be int64"))
-    check_ids("tables", tables, blocks)
+    check_ids("tables", tables, len(keys))
+
+
+def check_pool(keys: Tensor, values: Tensor) -> None:
+    """Whether these are the two halves of a pool that the kernels can read."""
+    for name, x in (("keys", keys), ("values", values)):
+        if x.device.type != "cpu":
+            raise ParamsError(illegal(f"{name}.device", x.device, "must be a CPU"))
+        if x.dtype not in DTYPES or x.dtype != keys.dtype:
+            raise ParamsError(illegal(f"{name}.dtype", x.dtype, "must be float32 or bfloat16, the same for both"))
+        if x.dim() != 4 or x.shape != keys.shape or not x.is_contiguous():
+            legal = "must be [blocks, block_size, kv_heads, dim], contiguous, the same for both"
+            raise ParamsError(illegal(f"{name}.shape", list(x.shape), legal))

@@ -14,7 +14,7 @@ from torch import Tensor
 from minillm.errors import ParamsError, illegal
 from minillm.kernels.cpp import library
 from minillm.kernels.launch import check_ids
-from minillm.kernels.paged_decode_cpu import check_paged
+from minillm.kernels.paged_decode_cpu import check_paged, token_rows
 
 
 def paged_prefill(
@@ -42,9 +42,7 @@ def paged_prefill(
         check(q, keys, values, tables, stretches, out, window)
     _, heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
-    q = q.float()
-    if q.stride()[1:] != (dim, 1):
-        q = q.contiguous()
+    q = token_rows(q.float())
     tables, stretches = tables.contiguous(), stretches.contiguous()
     library().paged_prefill(
         keys.dtype == torch.bfloat16,

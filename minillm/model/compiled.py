@@ -137,7 +137,11 @@ class CompiledDecoder:
             rows = {name: row_form(linear) or called[name] for name, linear in linears.items()}
             self.few = flat_copy(model, rows)
             self.many = flat_copy(model, called)
-            options = {"guard_filter_fn": only_inputs, "cpp.enable_floating_point_contract_flag": "fast"}  # with FMA
+            options = {
+                "guard_filter_fn": only_inputs,
+                "size_asserts": False,  # 600 of them a step, half a millisecond
+                "cpp.enable_floating_point_contract_flag": "fast",  # with FMA
+            }
             self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
             self._few_logits = torch.compile(_logits, dynamic=False, fullgraph=True, options=options)
             self._many = torch.compile(_hidden, fullgraph=True, options=options)
