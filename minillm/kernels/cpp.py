@@ -73,6 +73,7 @@ def library() -> ctypes.CDLL:
     loaded.paged_prefill.argtypes = [flag, *[size] * 7, *[number] * 2, pointer, size, *[pointer] * 5, ctypes.c_int]
     loaded.paged_store.argtypes = [size, size, pointer, size, pointer, size, *[pointer] * 3]
     loaded.linear.argtypes = [flag, *[size] * 3, *[pointer] * 3, ctypes.c_int]
-    for function in (loaded.paged_decode, loaded.paged_prefill, loaded.paged_store, loaded.linear):
+    loaded.mlp.argtypes = [flag, *[size] * 3, *[pointer] * 4, ctypes.c_int]
+    for function in (loaded.paged_decode, loaded.paged_prefill, loaded.paged_store, loaded.linear, loaded.mlp):
         function.restype = None
     return loaded

@@ -4,10 +4,14 @@
 // goes through in parts that stay in the second-level cache while tile after tile of rows uses them, and a block of
 // rows stays there while panel after panel does. An output is one sum, from the first input to the last, whatever the
 // rows beside it or the threads.
+//
+// A gated MLP is two such products with silu(gate) x up between them. Here a block of rows goes through all three
+// while what is between them is still in a cache.
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "tile.h"
 
@@ -43,6 +47,34 @@ void multiply(int64_t rows, int64_t inputs, int64_t outputs, const float* x, con
     }
 }
 
+inline vec silu(vec x) {  // x / (1 + e^-x), with no e^x above 1
+    const vec e = exp_of(x < 0.0f ? x : -x);
+    return (x < 0.0f ? x * e : x) / (1.0f + e);
+}
+
+// x, y [rows, hidden]; gate_up [2 ffn, hidden], down [hidden, ffn], each in its panels.
+template <class T>
+void gated_mlp(int64_t rows, int64_t hidden, int64_t ffn, const float* x, const T* gate_up, const T* down, float* y,
+               int threads) {
+    static thread_local std::vector<float> between;  // kept from call to call: new memory is slow the first time
+    const int64_t most = std::min(rows, BLOCK);
+    between.resize(std::max<size_t>(between.size(), most * 3 * ffn));
+    float *both = between.data(), *mixed = both + most * 2 * ffn;  // [rows, 2 ffn], [rows, ffn]
+    for (int64_t top = 0; top < rows; top += most) {
+        const int64_t height = std::min(most, rows - top);
+        multiply(height, hidden, 2 * ffn, x + top * hidden, gate_up, both, threads);
+#pragma omp parallel for num_threads(threads)
+        for (int64_t row = 0; row < height; row++)
+            for (int64_t i = 0; i < ffn; i += LANES) {
+                const float *gate = both + row * 2 * ffn + i, *up = gate + ffn;
+                const int64_t count = std::min<int64_t>(LANES, ffn - i);
+                const vec product = count == LANES ? silu(load(gate)) * load(up) : silu(load(gate, count)) * load(up, count);
+                std::memcpy(mixed + row * ffn + i, &product, count * sizeof(float));
+            }
+        multiply(height, ffn, hidden, mixed, down, y + top * hidden, threads);
+    }
+}
+
 }  // namespace
 
 extern "C" int linear_wide() { return WIDE; }
@@ -54,4 +86,15 @@ extern "C" void linear(bool is_bfloat16, int64_t rows, int64_t inputs, int64_t o
         multiply(rows, inputs, outputs, x, static_cast<const bfloat16*>(packed), y, threads);
     else
         multiply(rows, inputs, outputs, x, static_cast<const float*>(packed), y, threads);
+}
+
+// x, y [rows, hidden] float32; gate_up [2 ffn, hidden] and down [hidden, ffn] in panels, as `packed` above.
+extern "C" void mlp(bool is_bfloat16, int64_t rows, int64_t hidden, int64_t ffn, const float* x, const void* gate_up,
+                    const void* down, float* y, int threads) {
+    if (is_bfloat16)
+        gated_mlp(rows, hidden, ffn, x, static_cast<const bfloat16*>(gate_up), static_cast<const bfloat16*>(down), y,
+                  threads);
+    else
+        gated_mlp(rows, hidden, ffn, x, static_cast<const float*>(gate_up), static_cast<const float*>(down), y,
+                  threads);
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minillm.errors import ParamsError, illegal
 from minillm.kernels.cpp import library, why_not
-from minillm.model.decoder import Decoder, replace_linears
+from minillm.model.decoder import MLP, Decoder, replace_linears
 from minillm.model.layout import faster_linear, row_at_a_time
 
 
@@ -38,12 +38,47 @@ class TiledLinear(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
-def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """x [..., in] float32, packed [panels, in, wide] float32 or bfloat16, contiguous -> [..., outputs] float32."""
-    inputs, x = packed.shape[1], x.contiguous()
+class TiledMLP(nn.Module):
+    """The gated MLP of two TiledLinears as one call: what lies between them stays in a cache and in float32.
+    x [..., hidden] -> [..., hidden]. To a compiled decoder it is one more linear."""
+
+    def __init__(self, mlp: MLP) -> None:
+        super().__init__()
+        self.gate_up, self.down = mlp.gate_up, mlp.down
+        self.in_features, self.out_features = mlp.gate_up.in_features, mlp.down.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, down = self.gate_up.packed, self.down.packed
+        rows = checked(x.float(), self.in_features)
+        y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
+        library().mlp(
+            down.dtype == torch.bfloat16,
+            *(rows.numel() // self.in_features, self.in_features, self.down.in_features),
+            *(tensor.data_ptr() for tensor in (rows, gate_up, down, y)),
+            torch.get_num_threads(),
+        )
+        return y.to(x.dtype)
+
+
+def joins(mlp: nn.Module) -> bool:
+    """Whether a TiledMLP can stand for it: gated by silu, no bias, both products tiled, as wide out as in."""
+    parts = [getattr(mlp, name, None) for name in ("gate_up", "down")]
+    tiled = all(isinstance(part, TiledLinear) and part.bias is None for part in parts)
+    return tiled and mlp.gated and mlp.activation == "silu" and parts[0].in_features == parts[1].out_features
+
+
+def checked(x: Tensor, inputs: int) -> Tensor:
+    """x [..., inputs] as the kernels read it. ParamsError, if it is another's."""
     if x.shape[-1] != inputs or x.dtype != torch.float32 or x.device.type != "cpu":
         legal = f"must be [..., {inputs}] of float32 on a CPU"
         raise ParamsError(illegal("x", f"{list(x.shape)} of {x.dtype} on {x.device}", legal))
+    return x.contiguous()
+
+
+def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """x [..., in] float32, packed [panels, in, wide] float32 or bfloat16, contiguous -> [..., outputs] float32."""
+    inputs = packed.shape[1]
+    x = checked(x, inputs)
     rows = x.numel() // inputs
     y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
     library().linear(
@@ -57,7 +92,7 @@ def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 def tile_linears(model: Decoder) -> Decoder:
     """Replace every linear in place: by a TiledLinear where that can run and no instruction of the processor's
-    multiplies 16 bits as they are, else by what `faster_linear` knows."""
+    multiplies 16 bits as they are, else by what `faster_linear` knows; then every MLP that `joins`, by a TiledMLP."""
 
     def make(name: str, linear: nn.Linear) -> nn.Module | None:
         weight = linear.weight
@@ -66,4 +101,8 @@ def tile_linears(model: Decoder) -> Decoder:
             return TiledLinear(linear)
         return faster_linear(linear)
 
-    return replace_linears(model, make)
+    replace_linears(model, make)
+    for block in model.layers:
+        if joins(block.mlp):
+            block.mlp = TiledMLP(block.mlp)
+    return model

@@ -128,15 +128,11 @@ class CompiledDecoder:
             self.layers = [block.attn.layer for block in model.layers]
             self.key = f"model {next(_KEYS)}"
             _MODELS[self.key] = self
-            linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-            called = {
-                name: CalledLinear(self.key, i, linear.out_features)
-                for i, (name, linear) in enumerate(linears.items())
-            }
+            linears = linears_of(model)
+            called = called_linears(self.key, linears)
             self.few_sizes = FEW_OF_16_BITS if all(map(row_at_a_time, linears.values())) else FEW
             rows = {name: row_form(linear) or called[name] for name, linear in linears.items()}
             self.few = flat_copy(model, rows)
-            self.many = flat_copy(model, called)
             options = {
                 "guard_filter_fn": only_inputs,
                 "size_asserts": False,  # 600 of them a step, half a millisecond
@@ -149,7 +145,9 @@ class CompiledDecoder:
             log.info("decode runs uncompiled: %s", self.why_eager)
         self.model = pack(model)
         if self.why_eager is None:
-            self.linears = [self.model.get_submodule(name) for name in linears]
+            packed = linears_of(self.model)  # of more rows: two products may have become one
+            self.many = flat_copy(self.model, called_linears(self.key, packed, first=len(linears)))
+            self.linears = [self.model.get_submodule(name) for name in (*linears, *packed)]
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         rows = tokens.numel()
@@ -245,9 +243,18 @@ def why_not(model: Decoder) -> str | None:
     return None
 
 
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, and whatever stands in for one: packed, quantised."""
-    return hasattr(module, "out_features")
+def linears_of(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, nn.Linear and whatever stands in for one or for several: packed, quantised, an MLP in one call."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "out_features") and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def called_linears(key: str, linears: dict[str, nn.Module], first: int = 0) -> dict[str, nn.Module]:
+    """For each linear the operator that calls it, by the place it will have among the decoder's."""
+    return {name: CalledLinear(key, first + i, each.out_features) for i, (name, each) in enumerate(linears.items())}
 
 
 def row_form(linear: nn.Module) -> nn.Module | None:

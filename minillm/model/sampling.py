@@ -30,6 +30,7 @@ from minillm.model.sampling_steps import (
     apply_penalties,
     apply_temperature,
     draw,
+    likeliest,
     mask_min_p,
     mask_top_k,
     mask_top_p,
@@ -126,7 +127,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> SampleResult:
     """One token a row; logits [batch, vocab]. Draws from the streams, and does not append to the states."""
     if logits.ndim != 2 or logits.shape[0] != len(states):
         raise LogitsError(f"logits has shape {tuple(logits.shape)}: must be [{len(states)} rows, vocab]")
-    token_ids = logits.argmax(-1)  # [batch]; a NaN counts as the largest, so it shows in the next line
+    token_ids = likeliest(logits)  # [batch]; a NaN counts as the largest, so it shows in the next line
     peaks = logits.gather(-1, token_ids[:, None])[:, 0]  # [batch]
     bad = {row: _error(row, peak) for row, peak in enumerate(peaks.tolist()) if not abs(peak) <= LARGEST}
 

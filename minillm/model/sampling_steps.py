@@ -9,6 +9,28 @@ Top-p is the nucleus of Holtzman et al. 2020 (arXiv:1904.09751), min-p is from N
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
+PART = 256  # of a row, in `likeliest`
+
+
+def likeliest(logits):
+    """logits.argmax(-1) [...]: the lowest id of the largest; a NaN counts as the largest.
+
+    On a CPU torch looks for a place one number at a time, for a value many at once (24 rows of 49152: 0.96 ms and
+    0.04). So the largest of each part comes first, and the place is sought among those, then in one part.
+    """
+    parts = logits.shape[-1] // PART
+    if logits.is_cuda or parts < 2:
+        return logits.argmax(-1)
+    head, tail = logits.split((parts * PART, logits.shape[-1] - parts * PART), dim=-1)
+    tops = head.unflatten(-1, (parts, PART)).amax(-1)  # [..., parts]
+    part = tops.argmax(-1, keepdim=True)  # [..., 1]
+    inside = head.gather(-1, part * PART + torch.arange(PART)).argmax(-1, keepdim=True)  # [..., 1]
+    best = part * PART + inside  # [..., 1]
+    if tail.shape[-1]:
+        last = tail.argmax(-1, keepdim=True)  # [..., 1]
+        two = torch.cat((logits.gather(-1, best), tail.gather(-1, last)), dim=-1)  # [..., 2]
+        best = torch.where(two.argmax(-1, keepdim=True) == 0, best, parts * PART + last)
+    return best.squeeze(-1)
 
 
 def apply_penalties(logits, in_prompt, output_counts, repetition, frequency, presence):
