@@ -429,9 +429,11 @@ plt.show()
 # ### In place, on a CPU
 #
 # A CPU has no SMs to fill, but a gather is as dear there, and unequal lengths cost padding.
-# `kernels/paged_decode.cpp` is the paged loop in C++: a task is a row and a KV head, it walks its own table, and
-# nothing is copied or padded. `LLM(compile=True)` takes it where there is a compiler. Both sides write the new K and
-# V, then attend 32 requests of 32 to 384 tokens, through all layers.
+# `kernels/paged_decode.cpp` is the paged loop in C++: a task is a row, it walks its own table, and nothing is copied
+# or padded. Blocks lie anywhere, so no processor guesses the next one; the table knows it, and asks for it while this
+# one is attended. `LLM(compile=True)` takes it where there is a compiler, and `paged_prefill.cpp`, FlashAttention's
+# loop over the same blocks, for prompts. Both sides write the new K and V, then attend 32 requests of 32 to 384
+# tokens, through all layers.
 
 # %% tags=["nbval-ignore-output"]
 rng, size = Random(0), 16

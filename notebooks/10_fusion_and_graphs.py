@@ -502,9 +502,11 @@ for rows in (1, 8, 32):
 #
 # A generated loop reads a row of W and keeps one sum for each row of x: fine for one or two. From three on the
 # product is a call again, and a library has to choose an order for W before it knows the rows. `kernels/linear.cpp`
-# has one order for any: panels of 16 outputs, six rows of x at a time, twelve vector registers of sums, two loads of
-# weights for twelve multiply-adds. `LLM(compile=True)` takes it on a CPU. An output is one sum from the first input
-# to the last, so this product gives a request the same bits whatever its batch.
+# has one order for any: panels of two or three vector registers, as many rows of x at a time as have a register for
+# each of their sums (24 sums with AVX-512, else 12), so that two or three loads of weights serve them all.
+# `LLM(compile=True)` takes it on a CPU. An output is one sum from the first input to the last, so this product gives
+# a request the same bits whatever its batch. An MLP is two such products with silu(gate) x up between them: one call,
+# a block of rows at a time, so that what lies between never leaves the caches.
 
 # %% tags=["nbval-ignore-output"]
 no_cpp, rows_of_x = cpp.why_not(torch.float32, device), (1, 2, 4, 8, 16, 32, 64)

@@ -9,7 +9,8 @@ from torch import nn
 from minillm import LLM, SamplingParams
 from minillm.errors import ParamsError
 from minillm.kernels import cpp, linear_cpu
-from minillm.kernels.linear_cpu import TiledLinear, product, tile_linears
+from minillm.kernels.linear_cpu import TiledLinear, TiledMLP, joins, product, tile_linears
+from minillm.model.decoder import MLP
 from minillm.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -114,6 +115,58 @@ def test_what_would_read_strange_memory_is_refused(x, match, monkeypatch):
         product(x, packed, 33)
 
 
+def mlp_of(hidden: int, ffn: int, dtype=torch.float32, **changes) -> MLP:
+    config = load_model("tiny").config.with_changes(hidden_size=hidden, intermediate_size=ffn, **changes)
+    made = MLP(config).to(dtype).requires_grad_(False)
+    for part, shape in (("gate_up", (hidden, made.gate_up.out_features)), ("down", (ffn, hidden))):
+        getattr(made, part).weight = linear(*shape, dtype=dtype).weight
+    return made
+
+
+def tiled(mlp: MLP) -> MLP:
+    mlp.gate_up, mlp.down = TiledLinear(mlp.gate_up), TiledLinear(mlp.down)
+    return mlp
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", cpp.DTYPES)
+@pytest.mark.parametrize(("hidden", "ffn"), ((8, 3), (24, 40), (33, 100)))
+def test_an_mlp_in_one_call_equals_float64(hidden, ffn, dtype):
+    plain = mlp_of(hidden, ffn, dtype)
+    exact = copy.deepcopy(plain).double()
+    joined = TiledMLP(tiled(plain))
+    for rows in ROWS:
+        x = inputs(rows, hidden, dtype=dtype) * 4  # gates of both signs, far from 0 and near it
+        got, wanted = joined(x), exact(x.double())
+        assert got.dtype == dtype
+        rounding = 1e-5 if dtype == torch.float32 else 2**-8  # the latter: rounded once, at the end
+        assert (got - wanted).abs().max() <= rounding * wanted.abs().max()
+    assert torch.equal(joined(x[:5]), joined(x)[:5])
+    assert joined(x[:0]).shape == (0, hidden) and joined(x[0]).shape == (hidden,)
+
+
+@needs_compiler
+def test_a_gate_of_any_size_gives_a_number():
+    mlp = mlp_of(1, 1)
+    mlp.gate_up.weight[:] = torch.tensor([[1.0], [0.0]])
+    mlp.gate_up.weight[1], mlp.down.weight[:] = 1.0, 1.0
+    x = torch.tensor([-1e30, -200.0, -88.0, -1e-30, 0.0, 1e-30, 88.0, 200.0])[:, None]
+    wanted = torch.nn.functional.silu(x) * x
+    torch.testing.assert_close(TiledMLP(tiled(mlp))(x), wanted, rtol=1e-6, atol=1e-30)
+
+
+@needs_compiler
+def test_only_what_computes_the_same_is_joined():
+    assert joins(tiled(mlp_of(8, 16)))
+    assert not joins(mlp_of(8, 16)) and not joins(tiled(mlp_of(8, 16, activation="gelu_tanh")))
+    assert not joins(tiled(mlp_of(8, 16, gated_mlp=False)))
+    biased = tiled(mlp_of(8, 16))
+    biased.down.bias = torch.zeros(8)
+    assert not joins(biased)
+    with pytest.raises(ParamsError, match=r"\[2, 9\].*\[\.\.\., 8\]"):
+        TiledMLP(tiled(mlp_of(8, 16)))(torch.zeros(2, 9))
+
+
 @needs_compiler
 def test_a_tiled_model_keeps_its_logits():
     model = load_model("tiny")
@@ -123,6 +176,7 @@ def test_a_tiled_model_keeps_its_logits():
         got = tile_linears(model)(ids)
     assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert isinstance(model.layers[0].attn.qkv, TiledLinear) and isinstance(model.head, TiledLinear)
+    assert all(isinstance(block.mlp, TiledMLP) for block in model.layers)
     assert model.head.packed.shape[0] == -(-model.config.vocab_size // cpp.library().linear_wide())
 
 

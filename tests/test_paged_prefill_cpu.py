@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from test_paged_decode_cpu import formula, scene
 
 from minillm.cache.paged_plan import PagedStep, Rows, Stretches, plan
 from minillm.errors import ParamsError
@@ -12,7 +13,7 @@ from minillm.kernels import cpp, paged_prefill_cpu
 from minillm.kernels.paged_decode_cpu import paged_store
 from minillm.kernels.paged_prefill_cpu import paged_prefill
 from minillm.llm import LLM
-from test_paged_decode_cpu import formula, scene
+from minillm.model.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -178,10 +179,11 @@ def test_store_refuses_what_would_write_strange_memory(change, match):
 
 def test_the_engine_takes_it_for_prompts_and_their_chunks():
     ids = [list(range(5, 5 + n)) for n in (3, 40, 17, 90)]
-    wanted = [out.token_ids for out in LLM("tiny", attention="sdpa").generate(ids)]
+    params = SamplingParams(max_tokens=16, temperature=0)
+    wanted = [out.token_ids for out in LLM("tiny", attention="sdpa").generate(ids, params)]
     for chunk in (16, 64, 2048):
         llm = LLM("tiny", attention="cpp", max_num_seqs=8, max_num_batched_tokens=chunk)
-        assert [out.token_ids for out in llm.generate(ids)] == wanted
+        assert [out.token_ids for out in llm.generate(ids, params)] == wanted
 
 
 def test_what_is_no_tree_is_planned_in_place():

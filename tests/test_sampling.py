@@ -24,6 +24,7 @@ from minillm.model.sampling import (
     probabilities,
     sample,
 )
+from minillm.model.sampling_steps import likeliest
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.2, 0.1])
@@ -419,3 +420,19 @@ def test_parameters_are_normalised_and_hashable():
     assert type(params.temperature) is float and type(params.stop_token_ids[1]) is int
     assert hash(params) == hash(SamplingParams(stop=["END"], stop_token_ids=(3, 4), temperature=0.5, seed=-(2**63)))
     assert SamplingParams(temperature=9e-6).greedy and not SamplingParams(temperature=1e-4).greedy
+
+
+@pytest.mark.parametrize("vocab", (1, 7, 255, 256, 512, 513, 767, 1000, 2048))
+def test_likeliest_is_argmax_with_its_ties_and_nan(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randint(0, 4, (60, vocab), generator=generator).float()  # full of ties
+    rows[:20] = torch.randn(20, vocab, generator=generator)
+    for row, odd in zip(range(20, 40), (torch.nan, torch.inf, -torch.inf) * 7):
+        rows[row, torch.randint(0, vocab, (2,), generator=generator)] = odd
+    rows[40] = -torch.inf
+    rows[41] = torch.nan
+    rows[42, -1] = 9.0
+    assert torch.equal(likeliest(rows), rows.argmax(-1))
+    assert torch.equal(likeliest(rows.view(3, 20, vocab)), rows.view(3, 20, vocab).argmax(-1))
+    assert torch.equal(likeliest(rows.bfloat16()), rows.bfloat16().argmax(-1))
+    assert torch.equal(likeliest(rows[:0]), rows[:0].argmax(-1))

@@ -90,7 +90,7 @@ def plan(
     step: PagedStep, window: int | None, q: Tensor, kv_heads: int, block_size: int, in_place: bool = False
 ) -> list[Part]:
     """All rows of the step, each once. q [tokens, heads, dim]: its heads, type and device count, not its values.
-    in_place: what is no tree is read in place: decodes and short chains of drafts are `Rows`, the rest `Stretches`."""
+    in_place: what is no tree is read in place: decodes, short chains of drafts as `Rows`, the rest as `Stretches`."""
     parts, start = [], 0
     short: dict[int, list[Stretch]] = {}  # by query tokens
     single: list[tuple[int, int, int]] = []  # (row, request, tokens it sees)

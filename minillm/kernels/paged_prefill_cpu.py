@@ -33,10 +33,10 @@ def paged_prefill(
     """Write the stretches' rows of out [tokens, heads, dim] float32; other rows are left alone.
 
     q [tokens, heads, dim]; keys and values [blocks, block_size, kv_heads, dim], float32 or bfloat16; computed in
-    float32. tables: [requests, max_blocks] int64, block ids. stretches: [n, 4] int64, of each: its first row of q, how
-    many rows, the request whose table they read, and how many tokens that has before them. A token sees itself, those
-    before it, and no further back than `window`. K and V of all of them must lie in the blocks.
-    checked: all this was looked at in an earlier call, on tensors of the same sizes, and the same tables and stretches.
+    float32. tables: [requests, max_blocks] int64, block ids. stretches: [n, 4] int64, of each: its first row of q,
+    how many rows, the request whose table they read, and how many tokens that has before them. A token sees itself,
+    those before it, and no further back than `window`. K and V of all of them must lie in the blocks.
+    checked: all this was looked at in an earlier call, on tensors of the same sizes, the same tables and stretches.
     """
     if not checked:
         check(q, keys, values, tables, stretches, out, window)
