@@ -11,7 +11,8 @@ between kernels. Compiled, norms, RoPE, activations and residuals melt into the 
   `minillm.kernels.linear_cpu`), for there arithmetic sets the time; what lies between is compiled once, for any
   number of rows.
 
-Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator.
+Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator. With
+more rows the projection behind it is part of that call, for a call costs up to 100 us while weights sweep the caches.
 Layers of one kind are compiled once (63 seconds became 20: smollm2-135m, 1 row). What it costs: float32 weights are
 held in two layouts (the head's are not, where they are the embedding; 4-bit codes may be too), and making a graph
 takes a while: `compile_seconds` says how long.
@@ -140,13 +141,15 @@ class CompiledDecoder:
             }
             self._few = torch.compile(_hidden, dynamic=False, fullgraph=True, options=options)
             self._few_logits = torch.compile(_logits, dynamic=False, fullgraph=True, options=options)
-            self._many = torch.compile(_hidden, fullgraph=True, options=options)
+            self._many = torch.compile(_hidden_of_many, fullgraph=True, options=options)
         else:
             log.info("decode runs uncompiled: %s", self.why_eager)
         self.model = pack(model)
         if self.why_eager is None:
             packed = linears_of(self.model)  # of more rows: two products may have become one
             self.many = flat_copy(self.model, called_linears(self.key, packed, first=len(linears)))
+            for block in self.many.layers:
+                block.attn.out = nn.Identity()  # `attend_out` has done it
             self.linears = [self.model.get_submodule(name) for name in (*linears, *packed)]
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
@@ -179,6 +182,10 @@ class CompiledDecoder:
             q, k, v = (x[:real].view(*self.lead, *x.shape[1:]) for x in (q, k, v))
         out = self.cache.attend(self.layers[index], q, k, v).flatten(0, -3)
         return out if rows == real and out.is_contiguous() else padded(out, rows)
+
+    def attend_out(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same, and the projection behind it, for one call less a layer -> [rows, 1, hidden]."""
+        return self.model.layers[index].attn.out(self.attend(index, q, k, v).flatten(-2)).unsqueeze(1)
 
     def _size(self, rows: int) -> int:
         """The rows of the graph that takes this many; MANY above all sizes."""
@@ -290,18 +297,25 @@ def _hidden(flat: FlatDecoder, key: str, tokens: Tensor, positions: Tensor) -> T
     return flat.hidden(tokens, positions, Callback(key))
 
 
+def _hidden_of_many(flat: FlatDecoder, key: str, tokens: Tensor, positions: Tensor) -> Tensor:
+    return flat.hidden(tokens, positions, Callback(key, flat.config.hidden_size))
+
+
 def _logits(flat: FlatDecoder, key: str, hidden: Tensor) -> Tensor:
     return flat.logits(hidden)
 
 
 class Callback:
-    """The cache that the compiler sees: one operator, which it does not look into."""
+    """The cache that the compiler sees: one operator, which it does not look into. hidden: the width behind the
+    output projection, if the operator is to project too."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self, key: str, hidden: int | None = None) -> None:
+        self.key, self.hidden = key, hidden
 
     def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.ops.minillm.attend(self.key, layer, q, k, v)
+        if self.hidden is None:
+            return torch.ops.minillm.attend(self.key, layer, q, k, v)
+        return torch.ops.minillm.attend_out(self.key, layer, self.hidden, q, k, v)
 
 
 # An operator has a name but no `self`: its first argument says which model is meant.
@@ -309,11 +323,16 @@ _KEYS = itertools.count()
 _MODELS: weakref.WeakValueDictionary[str, CompiledDecoder] = weakref.WeakValueDictionary()
 _LIBRARY = torch.library.Library("minillm", "DEF")
 _LIBRARY.define("attend(str key, Tensor layer, Tensor q, Tensor k, Tensor v) -> Tensor")
+_LIBRARY.define("attend_out(str key, Tensor layer, int hidden, Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.define("linear(str key, Tensor index, int out_features, Tensor x) -> Tensor")
 _LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(int(index), q, k, v), "CPU")
+_LIBRARY.impl("attend_out", lambda key, index, hidden, q, k, v: _MODELS[key].attend_out(int(index), q, k, v), "CPU")
 _LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[int(index)].forward(x), "CPU")
 torch.library.register_fake(
     "minillm::attend", lambda key, index, q, k, v: q.new_empty((*q.shape[:-1], v.shape[-1])), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "minillm::attend_out", lambda key, index, hidden, q, k, v: q.new_empty((q.shape[0], 1, hidden)), lib=_LIBRARY
 )
 torch.library.register_fake(
     "minillm::linear", lambda key, index, out, x: x.new_empty((*x.shape[:-1], out)), lib=_LIBRARY
