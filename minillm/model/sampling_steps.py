@@ -19,7 +19,7 @@ def likeliest(logits):
     0.04). So the largest of each part comes first, and the place is sought among those, then in one part.
     """
     parts = logits.shape[-1] // PART
-    if logits.is_cuda or parts < 2:
+    if logits.device.type != "cpu" or parts < 2:
         return logits.argmax(-1)
     head, tail = logits.split((parts * PART, logits.shape[-1] - parts * PART), dim=-1)
     tops = head.unflatten(-1, (parts, PART)).amax(-1)  # [..., parts]
