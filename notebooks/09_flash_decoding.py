@@ -450,9 +450,24 @@ caches = {
 rows = [torch.randn(32, n, config.head_dim) for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
 
 
-def attend_all(cache):
+start_of = [0, 64, 128, 256]  # of four prompts, 512 tokens in all, over blocks of the same pool
+ends = [*start_of[1:], 512]
+sizes_of = [end - start for start, end in zip(start_of, ends)]
+whole = torch.tensor(rng.sample(range(sum(counts)), 512 // size))  # 32 blocks
+own = [whole[start // size : end // size].tolist() for start, end in zip(start_of, ends)]
+prompts = PagedStep(
+    (whole[:, None] * size + torch.arange(size)).flatten(),  # [512] slots
+    torch.tensor([blocks + [0] * (max(map(len, own)) - len(blocks)) for blocks in own]),
+    sizes_of,
+    sizes_of,
+    positions=torch.cat([torch.arange(n) for n in sizes_of]),
+)
+long_rows = [torch.randn(512, *each.shape[1:]) for each in rows]
+
+
+def attend_all(cache, step=ragged, rows=rows):
     """One step of all layers."""
-    cache.begin(ragged)
+    cache.begin(step)
     return [cache.attend(LayerInfo(i, config.scale), *rows) for i in range(config.num_layers)]
 
 
@@ -463,6 +478,10 @@ if device.type == "cpu" and not no_cpp:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(attend_all(cache) for cache in caches.values())))
     in_place = clock.paired(*(lambda c=c: attend_all(c) for c in caches.values()), repeats=pick(30, 5), warmup=2)
     print(f"32 requests, {sum(held)} tokens of context: gathered and padded / read in place {in_place.ratio} x")
+    both = [lambda c=c: attend_all(c, prompts, long_rows) for c in caches.values()]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(run() for run in both)))
+    in_place = clock.paired(*both, repeats=pick(30, 5))
+    print(f"4 prompts of 64 to 256 tokens: one by one / in one call {in_place.ratio} x")
 else:
     print("not measured:", no_cpp)
 

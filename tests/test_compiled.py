@@ -11,9 +11,10 @@ import minillm.model.compiled as compiled
 from minillm import LLM, SamplingParams
 from minillm.cache.contiguous import ContiguousCache
 from minillm.errors import ParamsError
-from minillm.model.compiled import FEW, FEW_OF_16_BITS, MANY, CalledLinear, CompiledDecoder, RowLinear
+from minillm.model.compiled import FEW, FEW_OF_16_BITS, MANY, CalledLinear, CompiledDecoder
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
+from minillm.model.row_linear import RowLinear
 from minillm.quant.named import quantize_by_name
 
 needs_compiler = pytest.mark.skipif(

@@ -99,16 +99,10 @@ class PagedCache:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]; padding gets zeros."""
         if self._by_kernels:
             return self._kernels.attend(layer, q, k, v, self.k[layer.index], self.v[layer.index])
-        keys, values = self.k[layer.index], self.v[layer.index]  # [blocks, block_size, kv_heads, dim]
-        in_place = self.attention == "cpp"
-        if in_place:
-            paged_store(k, v, keys, values, self.step.slot_mapping, self._checked)
-            self._checked = True  # a step's layers differ in their numbers, not in where they go
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [slots, kv_heads, dim]
-        if not in_place:
-            self._write(keys, k)
-            self._write(values, v)
+        self._store(layer, k, v)
+        keys, values = self.k[layer.index].flatten(0, 1), self.v[layer.index].flatten(0, 1)  # [slots, kv_heads, dim]
         if layer.window not in self._plans:
+            in_place = self.attention == "cpp"
             self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size, in_place)
         parts = self._plans[layer.window]
         if len(parts) == 1 and isinstance(parts[0], Rows) and parts[0].rows is None:
@@ -159,9 +153,15 @@ class PagedCache:
             read = source.index_select(1, torch.tensor(source_blocks, device=source.device))
             target.index_copy_(1, torch.tensor(target_blocks, device=target.device), read.to(target.device))
 
-    def _write(self, stored: Tensor, new: Tensor) -> None:
-        new = new if self._kept is None else new.index_select(0, self._kept)
-        stored.index_copy_(0, self._targets, new.to(stored.dtype))
+    def _store(self, layer: LayerInfo, k: Tensor, v: Tensor) -> None:
+        keys, values = self.k[layer.index], self.v[layer.index]  # [blocks, block_size, kv_heads, dim]
+        if self.attention == "cpp":
+            paged_store(k, v, keys, values, self.step.slot_mapping, self._checked)
+            self._checked = True  # a step's layers differ in their numbers, not in where they go
+            return
+        for stored, new in ((keys, k), (values, v)):
+            new = new if self._kept is None else new.index_select(0, self._kept)
+            stored.flatten(0, 1).index_copy_(0, self._targets, new.to(stored.dtype))
 
     def _in_place(self, layer: LayerInfo, q: Tensor, part: Rows) -> Tensor:
         """q [rows, heads, dim] -> the same."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minillm.model.compiled import side_by_side, written_out
+from minillm.model.row_linear import side_by_side, written_out
 
 LANES = 8  # 32-bit words in a 256-bit register
 HALVES = {1: (range(8),), 2: (range(4), range(4, 8))}  # scales a unit -> the nibbles under each
