@@ -27,8 +27,7 @@ from minillm.engine.request import RequestGroup
 from minillm.engine.speculation import Speculator
 from minillm.errors import LogitsError, ParamsError, PromptError, illegal
 from minillm.kernels.fused import try_fuse
-from minillm.kernels.linear_cpu import tile_linears
-from minillm.model.compiled import CompiledDecoder
+from minillm.kernels.layers_cpu import compile_decoder
 from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
 from minillm.model.layout import pack_linears
@@ -61,8 +60,9 @@ class LLM:
     kv_cache_dtype: bits of keys and values, "int8", "fp8", "int4" or "int2" (chapter 14; default: the model's type).
     quantization: bits of the weights, "int8", "int4", "int3" or "int2", or of both sides of each product, "w8a8" or
     "fp8" (default: as the checkpoint has them).
-    compile: decode steps run as graphs (chapter 10): those that torch.compile makes on a CPU, where the first steps
-    take seconds; captured ones, of fused kernels, on a GPU. Where that cannot be, `llm.engine.runner` says why.
+    compile: what stands between the kernels of a step is taken out (chapter 10): on a CPU all layers run in one call,
+    or, for models and caches that this does not know, as graphs that torch.compile takes seconds to make; on a GPU
+    as captured graphs of fused kernels. Where that cannot be, `llm.engine.runner` says why.
     speculative: where drafts of the next tokens come from (chapter 16): "ngram", "tiny-distilled" or another model,
     "self-int4", "exit-2", "medusa", "eagle" (chapter 17), or a dictionary of `SpeculativeOptions`. By default it
     switches itself off where it loses.
@@ -139,7 +139,7 @@ class LLM:
             try_fuse(loaded)  # on a GPU; elsewhere, and where it fails, the model stays as it is
             if options.attention == "auto" and options.kv_cache_dtype == "auto":
                 options = replace(options, attention=compiled_attention(loaded.device, loaded.dtype))
-        self.model = CompiledDecoder(loaded, pack=tile_linears) if compile else pack_linears(loaded)
+        self.model = compile_decoder(loaded) if compile else pack_linears(loaded)
         self.config = self.model.config
         self.tokenizer = load_tokenizer(name)
         eos_ids = tuple(dict.fromkeys((*self.config.eos_ids, *self.tokenizer.eos_ids)))

@@ -11,7 +11,9 @@ import minillm.model.compiled as compiled
 from minillm import LLM, SamplingParams
 from minillm.cache.contiguous import ContiguousCache
 from minillm.errors import ParamsError
-from minillm.model.compiled import FEW, FEW_OF_16_BITS, MANY, CalledLinear, CompiledDecoder
+from minillm.model import compiled_calls
+from minillm.model.compiled import FEW, FEW_OF_16_BITS, MANY, CompiledDecoder
+from minillm.model.compiled_calls import CalledLinear
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder, init_weights
 from minillm.model.row_linear import RowLinear
@@ -116,7 +118,7 @@ def test_llm_compiled_gives_the_same_tokens():
     params = SamplingParams(max_tokens=12, temperature=0)
     prompts = ["The sea was", "It was a truth", "Sir Walter", "In the beginning"]
     plain = [o.token_ids for o in LLM("tiny").generate(prompts, params)]
-    llm = LLM("tiny", compile=True)
+    llm = LLM("tiny", compile=True, attention="sdpa")  # "cpp" needs no graph
     assert [o.token_ids for o in llm.generate(prompts, params)] == plain
     assert [llm.generate([p], params)[0].token_ids for p in prompts] == plain
     assert llm.model.why_eager is None and {1, MANY} <= set(llm.model.compile_seconds)
@@ -156,7 +158,7 @@ def test_a_dead_model_leaves_nothing_registered():
     key = getattr(fast, "key", None)
     del fast
     gc.collect()
-    assert key not in compiled._MODELS
+    assert key not in compiled_calls._MODELS
 
 
 def test_without_a_compiler_the_model_runs_as_it_was(monkeypatch):
@@ -213,12 +215,15 @@ def test_compile_must_be_a_flag():
 
 
 @needs_compiler
-def test_the_benchmark_checks_tokens_and_times_both_sides():
+def test_the_benchmark_checks_tokens_and_times_all_sides():
     from minillm.engine.compiled_bench import bench_compile
 
     figures = {f.name: f for f in bench_compile(("tiny",), (1,), ("float32",), prompt=3, tokens=4, repeats=1)}
-    assert set(figures) == {
-        f"compile.tiny.float32.{k}" for k in ("batch1.uncompiled", "batch1.rate", "batch1.ratio", "seconds")
-    }
-    rate, plain, ratio = (figures[f"compile.tiny.float32.batch1.{k}"].value for k in ("rate", "uncompiled", "ratio"))
-    assert ratio == pytest.approx(rate / plain) and figures["compile.tiny.float32.seconds"].value > 0
+    prefix, ways = "compile.tiny.float32", ("plain", "graphs", "whole")  # what compiles a graph compiles the kernels
+    ratios = ("graphs_over_plain", "whole_over_plain", "whole_over_graphs")
+    assert set(figures) == {f"{prefix}.seconds", *(f"{prefix}.batch1.{key}" for key in (*ways, *ratios))}
+    rate = {way: figures[f"{prefix}.batch1.{way}"].value for way in ways}
+    for ratio in ratios:
+        fast, slow = ratio.split("_over_")
+        assert figures[f"{prefix}.batch1.{ratio}"].value == pytest.approx(rate[fast] / rate[slow])
+    assert figures[f"{prefix}.seconds"].value > 0

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.cache.paged_kernel import KernelReader, choose_attention
-from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Part, Rows, Stretches, plan
+from minillm.cache.paged_plan import Batch, Chunk, PagedStep, Part, Rows, Stretches, parts_in_place, plan
 from minillm.errors import ParamsError, illegal
+from minillm.kernels.layers_cpu import InPlace
 from minillm.kernels.paged_decode_cpu import paged_decode, paged_store
 from minillm.kernels.paged_prefill_cpu import paged_prefill
 from minillm.model.attention import LayerInfo, attention, naive_attention, visible
@@ -105,7 +106,7 @@ class PagedCache:
             in_place = self.attention == "cpp"
             self._plans[layer.window] = plan(self.step, layer.window, q, keys.shape[1], self.block_size, in_place)
         parts = self._plans[layer.window]
-        if len(parts) == 1 and isinstance(parts[0], Rows) and parts[0].rows is None:
+        if len(parts) == 1 and isinstance(parts[0], Rows) and len(parts[0].rows) == len(q):  # all, in order
             return self._in_place(layer, q, parts[0])
         padded = sum(self.step.query_lengths) < len(q)
         out = q.new_zeros(q.shape) if padded else torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -119,6 +120,18 @@ class PagedCache:
             else:
                 out[part.start : part.end] = self._prefill(layer, q, k, v, keys, values, part)
         return out
+
+    def in_place(self) -> InPlace | None:
+        """The step, for a kernel that does all layers in one call; None: something in it is not attended in place."""
+        step = self.step
+        if self.attention != "cpp" or step.masks or self._kept is not None:
+            return None
+        parts = {type(part): part for part in parts_in_place(step)}
+        nobody = step.positions.new_empty((0,))
+        rows = parts.get(Rows, Rows(nobody, nobody, nobody))
+        stretches = parts.get(Stretches, Stretches(nobody.view(0, 4)))
+        tables = (step.slot_mapping, step.block_tables)
+        return InPlace(self.k, self.v, *tables, rows.rows, rows.requests, rows.lengths, stretches.table)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(source, target) block copies in all layers. All sources are read before any target is written."""

@@ -60,7 +60,7 @@ class Batch:
 class Rows:
     """Rows that are attended each by itself, in place: of `requests`' tokens, the first `lengths`."""
 
-    rows: Tensor | None  # [n] places in the packed tokens; None: they are all of the step, in order
+    rows: Tensor  # [n] places in the packed tokens
     requests: Tensor  # [n]
     lengths: Tensor  # [n]
     checked: bool = False
@@ -93,30 +93,44 @@ def plan(
     in_place: what is no tree is read in place: decodes, short chains of drafts as `Rows`, the rest as `Stretches`."""
     parts, start = [], 0
     short: dict[int, list[Stretch]] = {}  # by query tokens
-    single: list[tuple[int, int, int]] = []  # (row, request, tokens it sees)
-    long: list[tuple[int, int, int, int]] = []  # (first row, rows, request, tokens before them)
     for request, (new, length) in enumerate(zip(step.query_lengths, step.kv_lengths)):
         first = 0 if window is None else max(0, length - new - window + 1)  # the oldest token any query sees
-        if in_place and new <= min(SHORT_ROWS, max(1, length - 1)) and request not in step.masks:
-            single += [(start + i, request, length - new + 1 + i) for i in range(new)]
-        elif in_place and request not in step.masks:
-            long.append((start, new, request, length - new))
+        if in_place and request not in step.masks:
+            pass
         elif new == 1 or request in step.masks or 1 < new <= min(SHORT, length - 1):
             short.setdefault(new, []).append((length - first, start, request))
         elif new:
             slots = None if new == length else find_slots(step, [request], [first], [length], block_size)
             parts.append(Chunk(start, start + new, slots))
         start += new
-    if single:
-        rows, requests, lengths = torch.tensor(single, device=q.device).T.contiguous()
-        parts.append(Rows(None if len(single) == len(q) else rows, requests, lengths))
-    if long:
-        parts.append(Stretches(torch.tensor(long, device=q.device)))
+    if in_place:
+        parts += parts_in_place(step)
     groups = q.shape[1] // kv_heads
     for time, stretches in short.items():
         parts += [
             batch_of(step, time, group, window, q, groups, block_size) for group in batches(stretches, q.is_cuda)
         ]
+    return parts
+
+
+def parts_in_place(step: PagedStep) -> list[Part]:
+    """`Rows` for decodes and short chains of drafts, if there are any; then `Stretches` for all that is no tree."""
+    rows: list[tuple[int, int, int]] = []  # (row, request, tokens it sees)
+    stretches: list[tuple[int, int, int, int]] = []  # (first row, rows, request, tokens before them)
+    start, device = 0, step.positions.device
+    for request, (new, length) in enumerate(zip(step.query_lengths, step.kv_lengths)):
+        if request in step.masks:
+            pass
+        elif new <= min(SHORT_ROWS, max(1, length - 1)):
+            rows += [(start + i, request, length - new + 1 + i) for i in range(new)]
+        else:
+            stretches.append((start, new, request, length - new))
+        start += new
+    parts: list[Part] = []
+    if rows:
+        parts.append(Rows(*torch.tensor(rows, device=device).T.contiguous()))
+    if stretches:
+        parts.append(Stretches(torch.tensor(stretches, device=device)))
     return parts
 
 

@@ -25,13 +25,12 @@ from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduler
-from minillm.kernels.linear_cpu import tile_linears
+from minillm.kernels.layers_cpu import compile_decoder
 from minillm.measure.bench import NotMeasured, as_transformers, check_same_logits
 from minillm.measure.clock import Timing, seconds
 from minillm.measure.ladder import agreement
 from minillm.measure.openvino_peer import ROUNDED, openvino_peers
 from minillm.measure.records import Figure, figure
-from minillm.model.compiled import CompiledDecoder
 from minillm.model.hub import is_available
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
@@ -79,7 +78,7 @@ def throughput_figures(
         theirs = as_transformers(ours)
         check_same_logits(ours, theirs, 1e-3 if dtype == "float32" else 0.1)
         work = requests(count, ours.config.vocab_size)
-        compiled = CompiledDecoder(copy.deepcopy(ours), pack=tile_linears)
+        compiled = compile_decoder(copy.deepcopy(ours))
         engine = Engine(pack_linears(ours), options_for(work), eos_ids=())
         assert engine.runner.cache.nbytes == cache_bytes(ours.config, engine.options.num_blocks, BLOCK, ours.dtype)
         texts, share = run_engine(engine, work), bookkeeping_share(engine, work)  # both warm up

@@ -33,6 +33,37 @@ VECTORS = {  # by what torch found this processor to have
 }
 
 
+class Layer(ctypes.Structure):
+    """As in layers.cpp: tensors of a layer (None: there is none), and its window (0: none)."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm", "qkv_bias", "qkv", "out")),
+        *((name, ctypes.c_void_p) for name in ("mlp_norm", "gate_up", "down")),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class DecoderShape(ctypes.Structure):
+    """As in layers.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "ffn")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+        ("is_bfloat16", ctypes.c_bool),
+    ]
+
+
+class DecoderStep(ctypes.Structure):
+    """As in layers.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "blocks", "block_size", "max_blocks", "rows", "n")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "keys", "values", "slots", "tables")),
+        *((name, ctypes.c_void_p) for name in ("places", "requests", "lengths", "stretches")),
+        *((name, ctypes.c_void_p) for name in ("normed", "qkv", "attended")),
+    ]
+
+
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
     """One sentence that says why the kernels cannot run; None: they can. Compiles them the first time it is asked."""
     if device.type != "cpu":
@@ -69,11 +100,12 @@ def library() -> ctypes.CDLL:
             os.replace(made, path)
     loaded = ctypes.CDLL(str(path))
     flag, size, number, pointer = ctypes.c_bool, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    loaded.paged_decode.argtypes = [flag, *[size] * 7, *[number] * 2, *[pointer] * 7, ctypes.c_int]
+    loaded.paged_decode.argtypes = [flag, *[size] * 7, *[number] * 2, pointer, size, *[pointer] * 7, ctypes.c_int]
     loaded.paged_prefill.argtypes = [flag, *[size] * 7, *[number] * 2, pointer, size, *[pointer] * 5, ctypes.c_int]
     loaded.paged_store.argtypes = [size, size, pointer, size, pointer, size, *[pointer] * 3]
     loaded.linear.argtypes = [flag, *[size] * 3, *[pointer] * 3, ctypes.c_int]
     loaded.mlp.argtypes = [flag, *[size] * 3, *[pointer] * 4, ctypes.c_int]
-    for function in (loaded.paged_decode, loaded.paged_prefill, loaded.paged_store, loaded.linear, loaded.mlp):
-        function.restype = None
+    loaded.decoder_layers.argtypes = [*[pointer] * 3, ctypes.c_int]
+    for name in ("paged_decode", "paged_prefill", "paged_store", "linear", "mlp", "decoder_layers"):
+        getattr(loaded, name).restype = None
     return loaded

@@ -22,13 +22,14 @@ constexpr int64_t LINE = 64;  // bytes that come from memory at once
 struct Shape {
     int64_t rows, heads, kv_heads, dim, block_size, max_blocks, window;  // window 0: none
     float scale, softcap;                                                // softcap 0: none
+    int64_t q_stride;                                                    // from one token to the next
 };
 
 // DIM: the head dimension, known to the compiler, so that its loops unroll and a head is held in registers; 0:
 // shape.dim.
 template <class T, int64_t DIM>
 void attend(const Shape& shape, const float* q, const T* keys, const T* values, const int64_t* tables,
-            const int64_t* requests, const int64_t* lengths, float* out, int threads) {
+            const int64_t* places, const int64_t* requests, const int64_t* lengths, float* out, int threads) {
     const int64_t dim = DIM ? DIM : shape.dim, vecs = (dim + LANES - 1) / LANES;
     const int64_t group = shape.heads / shape.kv_heads, size = shape.block_size;
     const int64_t stride = shape.kv_heads * dim;  // from one slot to the next
@@ -49,11 +50,13 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
         for (int64_t task = 0; task < shape.rows * tasks; task++) {
             const int64_t row = task / tasks, kv_head = task % tasks * together, length = lengths[row];
             const int64_t* table = tables + requests[row] * shape.max_blocks;
-            const int64_t place_in_row = (row * shape.heads + kv_head * group) * dim;
+            const int64_t token = places ? places[row] : row;
+            const float* own = q + token * shape.q_stride + kv_head * group * dim;
+            float* to = out + (token * shape.heads + kv_head * group) * dim;
             for (int64_t head = 0; head < heads; head++) {
                 top[head] = -std::numeric_limits<float>::infinity(), sum[head] = 0.0f;
                 for (int64_t j = 0; j < vecs; j++) {
-                    queries[head * vecs + j] = part(q + place_in_row + head * dim, j) * shape.scale;
+                    queries[head * vecs + j] = part(own + head * dim, j) * shape.scale;
                     mixed[head * vecs + j] = vec{};
                 }
             }
@@ -110,30 +113,33 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
             }
             for (int64_t head = 0; head < heads; head++)
                 for (int64_t d = 0; d < dim; d++)
-                    out[place_in_row + head * dim + d] = length ? mixed[head * vecs + d / LANES][d % LANES] / sum[head] : 0.0f;
+                    to[head * dim + d] = length ? mixed[head * vecs + d / LANES][d % LANES] / sum[head] : 0.0f;
         }
     }
 }
 
 template <class T>
 void by_dim(const Shape& shape, const float* q, const void* keys, const void* values, const int64_t* tables,
-            const int64_t* requests, const int64_t* lengths, float* out, int threads) {
+            const int64_t* places, const int64_t* requests, const int64_t* lengths, float* out, int threads) {
     const auto chosen = shape.dim == 32 ? attend<T, 32> : shape.dim == 64 ? attend<T, 64>
                         : shape.dim == 128 ? attend<T, 128> : attend<T, 0>;
-    chosen(shape, q, static_cast<const T*>(keys), static_cast<const T*>(values), tables, requests, lengths, out,
-           threads);
+    chosen(shape, q, static_cast<const T*>(keys), static_cast<const T*>(values), tables, places, requests, lengths,
+           out, threads);
 }
 
 }  // namespace
 
-// q, out [rows, heads, dim] float32; keys, values [blocks, block_size, kv_heads, dim]; tables [requests, max_blocks];
-// requests, lengths [rows]: whose table a row reads, and how many tokens of it.
+// q, out [tokens, heads, dim] float32, q_stride numbers from one token of q to the next; keys, values [blocks,
+// block_size, kv_heads, dim]; tables [requests, max_blocks]; places, requests, lengths [rows]: which token a row is (no
+// places: the first is the first), whose table it reads, and how many tokens of it.
 extern "C" void paged_decode(bool is_bfloat16, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
                              int64_t block_size, int64_t max_blocks, int64_t window, float scale, float softcap,
-                             const float* q, const void* keys, const void* values, const int64_t* tables,
-                             const int64_t* requests, const int64_t* lengths, float* out, int threads) {
-    const Shape shape{rows, heads, kv_heads, dim, block_size, max_blocks, window, scale, softcap};
-    (is_bfloat16 ? by_dim<bfloat16> : by_dim<float>)(shape, q, keys, values, tables, requests, lengths, out, threads);
+                             const float* q, int64_t q_stride, const void* keys, const void* values,
+                             const int64_t* tables, const int64_t* places, const int64_t* requests,
+                             const int64_t* lengths, float* out, int threads) {
+    const Shape shape{rows, heads, kv_heads, dim, block_size, max_blocks, window, scale, softcap, q_stride};
+    const auto run = is_bfloat16 ? by_dim<bfloat16> : by_dim<float>;
+    run(shape, q, keys, values, tables, places, requests, lengths, out, threads);
 }
 
 // Rows of `bytes` each, from [rows] that lie k_stride and v_stride bytes apart, to their slots of keys and values; a

@@ -41,13 +41,17 @@ def paged_decode(
         check(q, keys, values, tables, requests, lengths, window)
     rows, heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
-    tensors = tuple(x.contiguous() for x in (q.float(), keys, values, tables, requests, lengths))
+    numbers = q.float().contiguous()
+    tensors = tuple(x.contiguous() for x in (keys, values, tables, requests, lengths))
     out = torch.empty(q.shape, dtype=torch.float32)  # [rows, heads, dim]
     library().paged_decode(
         keys.dtype == torch.bfloat16,
         *(rows, heads, kv_heads, dim, block_size, tables.shape[1], window or 0),
         *(scale, softcap or 0.0),
-        *(x.data_ptr() for x in (*tensors, out)),
+        *(numbers.data_ptr(), numbers.stride(0)),
+        *(x.data_ptr() for x in tensors[:3]),
+        None,  # the first row of q is the first of requests
+        *(x.data_ptr() for x in (*tensors[3:], out)),
         torch.get_num_threads(),
     )
     return out.to(q.dtype)

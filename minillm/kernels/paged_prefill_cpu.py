@@ -62,15 +62,17 @@ def check(
     if out.shape != q.shape or out.dtype != torch.float32 or out.device.type != "cpu" or not out.is_contiguous():
         legal = f"must be {list(q.shape)} of float32 on a CPU, contiguous"
         raise ParamsError(illegal("out", f"{list(out.shape)} of {out.dtype} on {out.device}", legal))
+    check_stretches(stretches, len(q), len(tables), tables.shape[1] * keys.shape[1])
+
+
+def check_stretches(stretches: Tensor, rows: int, requests: int, tokens: int) -> None:
+    """Whether they stay within so many rows, so many requests, and so many tokens of each."""
     if stretches.dim() != 2 or stretches.shape[1] != 4 or stretches.dtype != torch.long or stretches.is_cuda:
         legal = "must be [n, 4] of int64 on a CPU"
         raise ParamsError(illegal("stretches", f"{list(stretches.shape)} of {stretches.dtype}", legal))
     first, count, request, before = stretches.unbind(1)
-    check_ids("stretches' request", request, len(tables))
-    for name, low, high, limit in (
-        ("rows", first, first + count, len(q)),
-        ("tokens", before, before + count, tables.shape[1] * keys.shape[1]),
-    ):
+    check_ids("stretches' request", request, requests)
+    for name, low, high, limit in (("rows", first, first + count, rows), ("tokens", before, before + count, tokens)):
         if bool(((low < 0) | (count < 0) | (high > limit)).any()):
             legal = f"must have its {name} in 0 .. {limit - 1}"
             raise ParamsError(illegal("stretches", stretches.tolist(), legal))

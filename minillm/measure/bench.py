@@ -14,7 +14,7 @@ import torch
 from minillm.cache.contiguous import ContiguousCache
 from minillm.cache.generate import decode, prefill
 from minillm.errors import ParamsError
-from minillm.kernels.linear_cpu import tile_linears
+from minillm.kernels.layers_cpu import compile_decoder
 from minillm.measure.clock import Paired, paired
 from minillm.measure.counts import forward_counts
 from minillm.measure.machine import ceilings
@@ -55,7 +55,7 @@ def bench_decode(
         theirs = as_transformers(ours)
         tolerance = 1e-4 if dtype == "float32" else 0.1
         check_same_logits(ours, theirs, tolerance)
-        compiled = CompiledDecoder(copy.deepcopy(ours), pack=tile_linears)
+        compiled = compile_decoder(copy.deepcopy(ours))
         runs = {f"decode.{dtype}": pack_linears(ours)}
         if compiled.why_eager is None:
             runs[f"decode.compiled.{dtype}"] = compiled

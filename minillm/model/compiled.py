@@ -11,8 +11,9 @@ between kernels. Compiled, norms, RoPE, activations and residuals melt into the 
   `minillm.kernels.linear_cpu`), for there arithmetic sets the time; what lies between is compiled once, for any
   number of rows.
 
-Attention stays outside both, for the cache belongs to whoever called: the graph calls back through an operator. With
+Attention stays outside both, for the cache belongs to whoever called: the graph calls back (`compiled_calls`). With
 more rows the projection behind it is part of that call, for a call costs up to 100 us while weights sweep the caches.
+Where `whole` can do all layers in one call, no graph is made: that leaves nothing between the kernels at all.
 Layers of one kind are compiled once (63 seconds became 20: smollm2-135m, 1 row). What it costs: float32 weights are
 held in two layouts (the head's are not, where they are the embedding; 4-bit codes may be too), and making a graph
 takes a while: `compile_seconds` says how long.
@@ -22,19 +23,19 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import logging
 import math
 import shutil
 import time
 import warnings
-import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from minillm.model.attention import LayerInfo
+from minillm.model.compiled_calls import Callback, called_linears, register
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Block, Decoder, KVCache
 from minillm.model.layout import pack_linears, row_at_a_time
@@ -46,17 +47,6 @@ log = logging.getLogger(__name__)
 FEW = (1, 2)  # rows; from 3 on, a packed product is as fast as a pass over W with a sum for each row
 FEW_OF_16_BITS = (1, 2, 4, 8)  # where oneDNN has none: a step of 8 rows took 86 ms, tiled 110 (smollm2-135m, AVX2)
 MANY = 0  # the key of the graph for more rows in compile_seconds
-
-
-class CalledLinear(nn.Module):
-    """A linear that the compiler does not look into: it is called as it is, packed or quantised."""
-
-    def __init__(self, key: str, index: int, out_features: int) -> None:
-        super().__init__()
-        self.key, self.index, self.out_features = key, torch.tensor(index), out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.minillm.linear(self.key, self.index, self.out_features, x)
 
 
 class FlatBlock(Block):
@@ -79,25 +69,38 @@ class FlatDecoder(Decoder):
         return tables, (cos_sin(positions, *local) if self.config.local_layers else tables)
 
 
+class WholeStep(Protocol):
+    """All layers of a step in one call, for caches that let it (`minillm.kernels.layers_cpu`)."""
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None, cache: KVCache) -> Tensor | None:
+        """As `Decoder.hidden`; None, and nothing done, if this cache does not."""
+
+
 class CompiledDecoder:
     """A Decoder to call like any other: `hidden`, `logits`, and itself; what goes through a cache runs compiled.
     Takes the model over: its linears are packed in place.
 
     pack: replaces the linears, in place, by what more rows than `few_sizes` are multiplied by.
+    whole: makes of the packed model what may do all layers of a step in one call; None, as it may return: nothing.
     many: whether to compile steps of more rows than `few_sizes` too: less to gain, and one more graph to wait for.
     few_sizes: rows that have a graph each, in rising order; fewer rows are padded.
     compile_seconds: rows (MANY: any above few_sizes) -> seconds that their graph took to make.
     why_eager: None, or one line that says why nothing is compiled here.
     """
 
-    def __init__(self, model: Decoder, many: bool = True, pack: Callable[[Decoder], Decoder] = pack_linears) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        many: bool = True,
+        pack: Callable[[Decoder], Decoder] = pack_linears,
+        whole: Callable[[Decoder], WholeStep | None] | None = None,
+    ) -> None:
         self.compile_many = many
         self.compile_seconds: dict[int, float] = {}
         self.why_eager = why_not(model)
         if self.why_eager is None:
             self.layers = [block.attn.layer for block in model.layers]
-            self.key = f"model {next(_KEYS)}"
-            _MODELS[self.key] = self
+            self.key = register(self)
             linears = linears_of(model)
             called = called_linears(self.key, linears)
             self.few_sizes = FEW_OF_16_BITS if all(map(row_at_a_time, linears.values())) else FEW
@@ -114,6 +117,7 @@ class CompiledDecoder:
         else:
             log.info("decode runs uncompiled: %s", self.why_eager)
         self.model = pack(model)
+        self.whole = None if whole is None or self.why_eager is not None else whole(self.model)
         if self.why_eager is None:
             packed = linears_of(self.model)  # of more rows: two products may have become one
             self.many = flat_copy(self.model, called_linears(self.key, packed, first=len(linears)))
@@ -123,6 +127,8 @@ class CompiledDecoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         rows = tokens.numel()
+        if rows and self.whole is not None and (out := self.whole.hidden(tokens, positions, cache)) is not None:
+            return out
         if cache is None or not self._ready(rows):
             return self.model.hidden(tokens, positions, cache)
         positions = cache.positions(tokens.shape) if positions is None else positions
@@ -135,7 +141,8 @@ class CompiledDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.numel() // self.config.hidden_size
-        if not self._ready(rows) or (size := self._size(rows)) == MANY:
+        known = self.whole is None or (self.why_eager is None and self._size(rows) in self.compile_seconds)
+        if not known or not self._ready(rows) or (size := self._size(rows)) == MANY:
             return self.model.logits(hidden)
         out = self._few_logits(self.few, self.key, padded(hidden.flatten(0, -2), size))[:rows]  # [rows, vocab]
         return out.unflatten(0, hidden.shape[:-1]) if hidden.dim() > 2 else out
@@ -228,11 +235,6 @@ def linears_of(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def called_linears(key: str, linears: dict[str, nn.Module], first: int = 0) -> dict[str, nn.Module]:
-    """For each linear the operator that calls it, by the place it will have among the decoder's."""
-    return {name: CalledLinear(key, first + i, each.out_features) for i, (name, each) in enumerate(linears.items())}
-
-
 def row_form(linear: nn.Module) -> nn.Module | None:
     """The form of a linear that compiles well for a few rows, on the same weights; None: it has none."""
     if type(linear) is nn.Linear:
@@ -273,39 +275,6 @@ def _hidden_of_many(flat: FlatDecoder, key: str, tokens: Tensor, positions: Tens
 def _logits(flat: FlatDecoder, key: str, hidden: Tensor) -> Tensor:
     return flat.logits(hidden)
 
-
-class Callback:
-    """The cache that the compiler sees: one operator, which it does not look into. hidden: the width behind the
-    output projection, if the operator is to project too."""
-
-    def __init__(self, key: str, hidden: int | None = None) -> None:
-        self.key, self.hidden = key, hidden
-
-    def attend(self, layer: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.hidden is None:
-            return torch.ops.minillm.attend(self.key, layer, q, k, v)
-        return torch.ops.minillm.attend_out(self.key, layer, self.hidden, q, k, v)
-
-
-# An operator has a name but no `self`: its first argument says which model is meant.
-_KEYS = itertools.count()
-_MODELS: weakref.WeakValueDictionary[str, CompiledDecoder] = weakref.WeakValueDictionary()
-_LIBRARY = torch.library.Library("minillm", "DEF")
-_LIBRARY.define("attend(str key, Tensor layer, Tensor q, Tensor k, Tensor v) -> Tensor")
-_LIBRARY.define("attend_out(str key, Tensor layer, int hidden, Tensor q, Tensor k, Tensor v) -> Tensor")
-_LIBRARY.define("linear(str key, Tensor index, int out_features, Tensor x) -> Tensor")
-_LIBRARY.impl("attend", lambda key, index, q, k, v: _MODELS[key].attend(int(index), q, k, v), "CPU")
-_LIBRARY.impl("attend_out", lambda key, index, hidden, q, k, v: _MODELS[key].attend_out(int(index), q, k, v), "CPU")
-_LIBRARY.impl("linear", lambda key, index, out, x: _MODELS[key].linears[int(index)].forward(x), "CPU")
-torch.library.register_fake(
-    "minillm::attend", lambda key, index, q, k, v: q.new_empty((*q.shape[:-1], v.shape[-1])), lib=_LIBRARY
-)
-torch.library.register_fake(
-    "minillm::attend_out", lambda key, index, hidden, q, k, v: q.new_empty((q.shape[0], 1, hidden)), lib=_LIBRARY
-)
-torch.library.register_fake(
-    "minillm::linear", lambda key, index, out, x: x.new_empty((*x.shape[:-1], out)), lib=_LIBRARY
-)
 
 INPUTS = {"key", "tokens", "positions", "hidden"}
 
