@@ -24,6 +24,7 @@ import torch
 from minillm import load_model
 from minillm.cache.contiguous import ContiguousCache
 from minillm.engine import graphs
+from minillm.engine.compiled_bench import bench_compile
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.static_step import StaticCache, StepBuffers
@@ -434,8 +435,8 @@ reveal("10.launches", launches["eager"])
 reveal("10.fused_launches", launches["fused"])
 
 # %% [markdown]
-# Compilation is the CPU's counterpart of all this: `CompiledDecoder` (`LLM(compile=True)`) lets `torch.compile` write
-# the step as one graph of generated loops. What is left to torch's dispatcher is attention, once a layer, and what
+# Compilation is the CPU's counterpart of all this: `CompiledDecoder` lets `torch.compile` write the step as one graph
+# of generated loops. What is left to torch's dispatcher is attention, once a layer, and what
 # stands around the graph. It takes seconds to make, once for each number of rows, though layers that differ in their
 # weights alone are compiled once; here is how many.
 
@@ -562,6 +563,40 @@ if not no_cpp:
         torch.testing.assert_close(runs[1]()[0], runs[0]()[0], rtol=1e-4, atol=1e-5)
         pair = clock.paired(*runs, repeats=pick(15, 3), warmup=2)
         print(f"{n:3d} rows: an MLP in pieces / in one call {pair.ratio} x")
+else:
+    print("not measured:", no_cpp)
+
+# %% [markdown]
+# ### All layers in one call
+#
+# What `torch.compile` leaves are calls again: for each layer a product, attention with its projection, an MLP. Each
+# passes through Python, and by the time the next one starts, the weights of a layer have swept Python's own code and
+# data out of the processor's caches. A CUDA graph ends that on a GPU by replaying its launches; a **megakernel**
+# (巨型内核) by having only one (Mirage Persistent Kernel, Cheng et al. 2025, arXiv:2512.22219). On a CPU one C++
+# call can do the same: `kernels/layers.cpp` is the loop over the layers, with the products and the attention of this
+# chapter and the last one in it, for any mix of prompts and decodes over the blocks of a paged cache.
+#
+# The price: a compiler takes any model, this loop knows the models that somebody wrote it for. Llama, Mistral, Qwen 2
+# and Qwen 3 are such; Gemma, quantised weights, trees of drafts and other caches get the graphs. `LLM(compile=True)`
+# takes whichever can be had. Here the engine answers the same requests in three ways, in turn; random weights in the
+# shape of a real model, so this is about time alone.
+
+# %% tags=["nbval-ignore-output"]
+WAYS = {"plain": "layer by layer", "graphs": "graphs", "whole": "one call"}
+if not no_cpp:
+    shape, batches = pick("shape:smollm2-135m", "tiny"), pick((1, 8, 32), (1, 4))
+    found = {
+        f.name: f for f in bench_compile((shape,), batches, ("float32",), tokens=pick(48, 8), repeats=pick(5, 2))
+    }
+    for rows in batches:
+        prefix = f"compile.{shape}.float32.batch{rows}"
+        rates = [f"{name} {found[f'{prefix}.{way}'].value:6.1f}" for way, name in WAYS.items()]
+        print(f"{rows:2d} requests, tokens/s: " + ", ".join(rates))
+        for ratio in ("graphs_over_plain", "whole_over_plain", "whole_over_graphs"):
+            fast, slow = (WAYS[way] for way in ratio.split("_over_"))
+            figure = found[f"{prefix}.{ratio}"]
+            print(f"    {fast} / {slow}: {figure.value:.2f} x [{figure.spread[0]:.2f}, {figure.spread[1]:.2f}]")
+    print(f"the graphs took {found[f'compile.{shape}.float32.seconds'].value:.0f} s to make")
 else:
     print("not measured:", no_cpp)
 
@@ -741,7 +776,8 @@ explore(
 #   fusions, plus Python removed; its price is compile time for each shape, earned back after the number of tokens
 #   that section 6 prints.
 # - *Follow-up: why not fuse everything into one kernel?* A product needs tiles and a norm needs whole rows; between
-#   them all blocks must meet, which is what the end of a kernel is.
+#   them all blocks must meet, which is what the end of a kernel is. A megakernel lets them meet inside, with counters
+#   in memory, and somebody has to write it for the model; section 6 has one for a CPU.
 # - *The number:* saved bytes are rows x width x 2 for an add + norm in 16 bits.
 
 # %%
@@ -756,6 +792,6 @@ predictions()
 #   Normalization*, Zhang and Sennrich 2019 (arXiv:1910.07467). *GLU Variants Improve Transformer*, Shazeer 2020
 #   (arXiv:2002.05202). *Accelerating Generative AI with PyTorch II*, the PyTorch team's blog, 2023. The CUDA
 #   programming guide's chapter on graphs.
-# - In the library: `minillm/kernels/fused*.py`, `minillm/engine/graphs.py`, `minillm/model/compiled.py`; on a GPU
-#   `minillm bench fused` and `minillm bench graphs`.
+# - In the library: `minillm/kernels/fused*.py`, `minillm/engine/graphs.py`, `minillm/model/compiled.py`,
+#   `minillm/kernels/layers_cpu.py`; on a CPU `minillm bench compile`, on a GPU `minillm bench fused` and `graphs`.
 # - Next: chapter 11. The step is now bound by reading weights, so read fewer bits.

@@ -101,7 +101,7 @@ def test_many_rows_can_be_left_as_they_are():
 @needs_compiler
 def test_two_models_and_two_dtypes_keep_their_own_graphs():
     """The graphs of all models share one function: what is not checked between calls must not be shared."""
-    first, second = make(), make(intermediate_size=96)
+    first, second = make(num_layers=4), make(num_layers=4, intermediate_size=96, norm_eps=1e-6)
     half = copy.deepcopy(first).to(torch.bfloat16)
     plain = [copy.deepcopy(m) for m in (first, second)]
     fast = [CompiledDecoder(m) for m in (first, second)]
@@ -111,6 +111,7 @@ def test_two_models_and_two_dtypes_keep_their_own_graphs():
             assert close(steps(a, rows), steps(b, rows), 1e-5)
         # Both round to 8 bits of mantissa in other places: a few steps of 2^-8 over two layers.
         assert close(steps(half_fast, rows, torch.bfloat16), steps(half_plain, rows, torch.bfloat16), 4e-2)
+    assert [each.why_eager for each in (*fast, half_fast)] == [None] * 3
 
 
 @needs_compiler

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 FEW = (1, 2)  # rows; from 3 on, a packed product is as fast as a pass over W with a sum for each row
 FEW_OF_16_BITS = (1, 2, 4, 8)  # where oneDNN has none: a step of 8 rows took 86 ms, tiled 110 (smollm2-135m, AVX2)
+# All models share the functions that are compiled. What differs between two (an eps, a width) is nevertheless a
+# constant in each one's graph; left to itself, the compiler makes it a variable, and may fail over that.
+COMPILING = {"recompile_limit": 1024, "automatic_dynamic_shapes": False, "specialize_float": True}
 MANY = 0  # the key of the graph for more rows in compile_seconds
 
 
@@ -183,7 +186,7 @@ class CompiledDecoder:
         self.cache, self.lead = Nothing(), (rows,)
         tokens, positions = (torch.zeros(rows, dtype=torch.long) for _ in range(2))  # one passed twice would stay one
         try:
-            with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1024):
+            with warnings.catch_warnings(), torch._dynamo.config.patch(COMPILING):
                 warnings.simplefilter("ignore")
                 if kind == MANY:
                     for x in (tokens, positions):
@@ -192,7 +195,8 @@ class CompiledDecoder:
                 else:
                     self._few_logits(self.few, self.key, self._few(self.few, self.key, tokens, positions))
         except Exception as error:  # no single base class covers dynamo, inductor and the C++ compiler
-            self.why_eager = f"torch.compile failed: {str(error).strip().splitlines()[0]}"
+            said = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])  # the first may only say whose
+            self.why_eager = f"torch.compile failed: {said}"
             log.warning("decode runs uncompiled: %s", self.why_eager)
         gc.collect()  # of what the compiler left behind: later, in the middle of a step, it took half a second
         self.compile_seconds[kind] = time.perf_counter() - start
