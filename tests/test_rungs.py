@@ -11,6 +11,7 @@ from minillm import load_model
 from minillm.engine import rungs
 from minillm.engine.rungs import MANY, PREFIX, climb_many, many, prefix, tour_workloads
 from minillm.errors import ParamsError
+from minillm.kernels import cpp
 from minillm.measure.ladder import RUNGS, agreement, refuse_other_tokens
 from minillm.model.generate import generate_naive
 
@@ -25,7 +26,10 @@ def test_every_rung_gives_the_tokens_of_the_naive_loop(model, workload):
     work = workload(model)
     expected = [generate_naive(model, list(a.prompt), a.tokens) for a in work.trace]
     for rung in MANY if workload is many else PREFIX:
-        answers, times, _ = rung.run(model, work)
+        if (prepared := rung.prepare(model)) is None:
+            assert cpp.why_not(model.dtype, model.device) is not None, rung.name
+            continue
+        answers, times, _ = rung.run(prepared, work)
         assert answers == expected, rung.name
         assert [t.output_tokens for t in times] == [a.tokens for a in work.trace]
 
@@ -43,7 +47,7 @@ def test_the_rungs_of_one_memory_set_the_same_bytes_aside_and_run_more_at_once(m
 
     monkeypatch.setattr(rungs, "run_trace", watched)
     work, room = many(model), {}
-    for rung in MANY:
+    for rung in MANY[:4]:  # the fifth is the fourth with another model
         room[rung.name] = rung.run(model, work)[2]
     single, static, continuous, paged = room.values()
     assert static == continuous == paged == rungs.AT_ONCE * work.reserve == 4 * single

@@ -4,10 +4,11 @@ Chapters 04, 05 and 07, and `minillm tour`. One request cannot show them, so the
 with a first rung to be compared with. All requests of a workload are there at the start, so TTFT holds the wait:
 
     many    requests of mixed lengths: one by one; in padded batches; batched continuously, with room for the longest
-            request set aside for each; and with the same bytes cut into blocks, where more of them run at once
+            request set aside for each; with the same bytes cut into blocks, where more of them run at once; and
+            that with all layers of a step in one call, on a CPU that has a compiler
     prefix  one request whose prompt begins as an earlier one did: computed again, or found in the prefix cache
 
-Weights are packed on every rung, as on the last one of `measure.ladder`. A rung whose tokens differ from its
+Weights are packed on every rung, as on those of `measure.ladder`. A rung whose tokens differ from its
 workload's first is refused (in float32: see `measure.ladder`). kv_bytes: room set aside for K and V, used or not.
 """
 
@@ -24,9 +25,11 @@ from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.policies import Arrival, run_trace
 from minillm.errors import ParamsError, illegal
+from minillm.kernels.layers_cpu import compile_decoder
 from minillm.measure.clock import RequestTimes, summary
 from minillm.measure.counts import weight_bytes
 from minillm.measure.ladder import Step, agreement, refuse_other_tokens, timed_request
+from minillm.model.compiled import CompiledDecoder
 from minillm.model.decoder import Decoder
 from minillm.model.layout import pack_linears
 from minillm.model.sampling import SamplingParams
@@ -37,13 +40,24 @@ LONGEST = 512  # tokens of the longest request that has to be reckoned with, whe
 SHORTEST = 64  # contexts in which the workloads make sense
 
 
+def _packed(model: Decoder) -> Decoder:
+    return pack_linears(copy.deepcopy(model))
+
+
+def _in_one_call(model: Decoder) -> CompiledDecoder | None:
+    compiled = compile_decoder(copy.deepcopy(model))
+    return None if compiled.whole is None else compiled
+
+
 @dataclass(frozen=True)
 class Rung:
-    """run(model, workload) -> (answers and times of all requests, tokens that KV room was set aside for)."""
+    """run(model, workload) -> (answers and times of all requests, tokens that KV room was set aside for). prepare:
+    makes the model that runs from the plain one, which it leaves as it is; None: there is no such rung here."""
 
     name: str
     chapter: str
     run: Callable[[Decoder, Workload], tuple[list[list[int]], list[RequestTimes], int]]
+    prepare: Callable[[Decoder], Decoder | None] = _packed
 
 
 @dataclass(frozen=True)
@@ -96,10 +110,14 @@ def _reserved(model: Decoder, work: Workload):
     return _continuous(model, work, options)
 
 
-def _paged(model: Decoder, work: Workload):
+def _paged(attention: str = "auto"):
     """The same bytes in small blocks: as many requests run at once as their tokens allow."""
-    blocks = AT_ONCE * work.reserve // BLOCK
-    return _continuous(model, work, EngineOptions(max_num_seqs=len(work.trace), num_blocks=blocks, block_size=BLOCK))
+
+    def run(model: Decoder, work: Workload):
+        sizes = {"num_blocks": AT_ONCE * work.reserve // BLOCK, "block_size": BLOCK}
+        return _continuous(model, work, EngineOptions(max_num_seqs=len(work.trace), attention=attention, **sizes))
+
+    return run
 
 
 def _continuous(model: Decoder, work: Workload, options: EngineOptions):
@@ -133,7 +151,8 @@ MANY = (
     Rung("one by one", "02", _padded(1)),
     Rung(f"padded batches of {AT_ONCE}", "04", _padded(AT_ONCE)),
     Rung(f"continuous batching, {AT_ONCE} at once", "04", _reserved),
-    Rung("paged blocks, same bytes", "05", _paged),
+    Rung("paged blocks, same bytes", "05", _paged()),
+    Rung("all layers in one call", "10", _paged("cpp"), _in_one_call),
 )
 PREFIX = (
     Rung("computed again", "05", _after_another("off")),
@@ -146,16 +165,20 @@ def climb_many(
 ) -> Iterator[Step]:
     """Measure each rung: a warm-up of the first request, then the best of `repeats` runs of the whole workload.
     TTFT and TPOT are medians over the requests."""
-    packed = pack_linears(copy.deepcopy(model))
+    prepared = {}
     element = model.embed.weight.element_size()
     for work, rungs in workloads:
         short = Workload(work.name, (Arrival(0.0, work.trace[0].prompt, 2),), work.reserve, work.before)
         reference, first_rate = None, None
         for rung in rungs:
-            rung.run(packed, short)
+            if rung.prepare not in prepared:
+                prepared[rung.prepare] = rung.prepare(model)
+            if (runs := prepared[rung.prepare]) is None:
+                continue
+            rung.run(runs, short)
             best, same = None, 1.0
             for _ in range(repeats):
-                answers, times, room = rung.run(packed, work)
+                answers, times, room = rung.run(runs, work)
                 reference = reference or answers
                 same = min(same, agreement(reference, answers))
                 refuse_other_tokens(rung.name, same, model.dtype)
