@@ -147,7 +147,7 @@ def test_what_it_does_not_know_stays_with_the_layers():
     assert whole_step(mixed) is None, "a layer with a soft cap of its own"
 
 
-def test_bfloat16_weights_and_blocks_are_computed_in_float32(monkeypatch):
+def test_bfloat16_weights_and_blocks_stay_near_float64(monkeypatch):
     monkeypatch.setattr("minillm.kernels.linear_cpu.row_at_a_time", lambda linear: True)  # as without instructions
     model = make().to(torch.bfloat16)
     scene = Scene(model, dtype=torch.bfloat16)
@@ -167,14 +167,19 @@ def test_k_and_v_are_rounded_to_the_nearest_bfloat16(monkeypatch):
             stored.extend((k, v))
             return q
 
+    exact_model = copy.deepcopy(model).double()
+    if cpp.library().linear_pairs():  # what is multiplied is rounded before
+        exact_model.layers[0].attn_norm.register_forward_hook(lambda *args: args[-1].bfloat16().double())
     with torch.inference_mode():
-        copy.deepcopy(model).double().hidden(scene.texts[0], torch.arange(40), Kept())
+        exact_model.hidden(scene.texts[0], torch.arange(40), Kept())
         tokens, positions = scene.step((0, 0, 40))
         whole_step(tile_linears(model)).hidden(tokens, positions, scene.cache)
         for exact_one, pool in zip(stored, (scene.cache.k, scene.cache.v)):
             got = pool[0].flatten(0, 1)[scene.cache.step.slot_mapping].double()
-            # Half a step of 8 bits, and what float32 adds to it; cut off instead of rounded it would be a whole one.
-            assert ((got - exact_one).abs() <= 2**-8 * 1.01 * exact_one.abs() + 1e-6).all()
+            # Half a step of 8 bits, and what float32 adds to it: cut off instead of rounded, half of them would be
+            # further away. A few may stem from an x that was rounded the other way, for it was nearly a tie.
+            near = (got - exact_one).abs() <= 2**-8 * 1.01 * exact_one.abs() + 1e-6
+            assert near.double().mean() > 0.99
 
 
 def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads():

@@ -1,6 +1,7 @@
 """The tiled product in C++ against float64: any shape, any number of rows, and no row that depends on another."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_what_would_read_strange_memory_is_refused(x, match, monkeypatch):
     packed = TiledLinear(linear(24, 33)).packed
     monkeypatch.setattr(linear_cpu, "library", None)  # a call would be a TypeError
     with pytest.raises(ParamsError, match=match):
-        product(x, packed, 33)
+        product(x, packed, 24, 33)
 
 
 def mlp_of(hidden: int, ffn: int, dtype=torch.float32, **changes) -> MLP:
@@ -139,7 +140,9 @@ def test_an_mlp_in_one_call_equals_float64(hidden, ffn, dtype):
         x = inputs(rows, hidden, dtype=dtype) * 4  # gates of both signs, far from 0 and near it
         got, wanted = joined(x), exact(x.double())
         assert got.dtype == dtype
-        rounding = 1e-5 if dtype == torch.float32 else 2**-8  # the latter: rounded once, at the end
+        rounding = 1e-5
+        if dtype == torch.bfloat16:  # rounded at the end, and, where pairs are multiplied, between the two products
+            rounding = 2**-8 * (2 if cpp.library().linear_pairs() else 1)
         assert (got - wanted).abs().max() <= rounding * wanted.abs().max()
     assert torch.equal(joined(x[:5]), joined(x)[:5])
     assert joined(x[:0]).shape == (0, hidden) and joined(x[0]).shape == (hidden,)
@@ -180,13 +183,33 @@ def test_a_tiled_model_keeps_its_logits():
 
 
 @needs_compiler
-def test_16_bits_are_tiled_only_where_the_processor_has_no_instructions_for_them(monkeypatch):
+@pytest.mark.parametrize("native", (False, True))
+@pytest.mark.parametrize("pairs", (False, True))
+def test_16_bits_are_tiled_unless_only_the_library_knows_the_instructions(monkeypatch, native, pairs):
+    """native: oneDNN has some for them. pairs: linear.cpp has."""
+    told = types.SimpleNamespace(linear_wide=cpp.library().linear_wide, linear_pairs=lambda: pairs)
+    monkeypatch.setattr(linear_cpu, "library", lambda: told)
     monkeypatch.setattr(linear_cpu, "faster_linear", lambda linear: None)
-    for native in (False, True):
-        monkeypatch.setattr(linear_cpu, "row_at_a_time", lambda linear, native=native: not native)
-        for dtype, tiled in (("float32", True), ("bfloat16", not native), ("float16", False)):
-            kinds = {type(m) for m in tile_linears(load_model("tiny", dtype=dtype)).modules()}
-            assert (TiledLinear in kinds) == tiled, f"{dtype}, native={native}"
+    monkeypatch.setattr(linear_cpu, "row_at_a_time", lambda linear: not native)
+    for dtype, tiled in (("float32", True), ("bfloat16", pairs or not native), ("float16", False)):
+        kinds = {type(m) for m in tile_linears(load_model("tiny", dtype=dtype)).modules()}
+        assert (TiledLinear in kinds) == tiled, dtype
+
+
+@needs_compiler
+@pytest.mark.parametrize("pairs", (False, True))
+@pytest.mark.parametrize("dtype", cpp.DTYPES)
+def test_panels_hold_every_weight_once_and_zeros_behind(monkeypatch, dtype, pairs):
+    told = types.SimpleNamespace(linear_wide=lambda: 8, linear_pairs=lambda: pairs)
+    monkeypatch.setattr(linear_cpu, "library", lambda: told)
+    weight = torch.arange(1, 11 * 5 + 1, dtype=dtype).view(11, 5)
+    packed = linear_cpu.panels(weight)
+    paired = pairs and dtype == torch.bfloat16
+    assert packed.shape == ((2, 3, 8, 2) if paired else (2, 5, 8)) and packed.is_contiguous()
+    for out in range(16):
+        for i in range(6 if paired else 5):
+            got = packed[out // 8, i // 2, out % 8, i % 2] if paired else packed[out // 8, i, out % 8]
+            assert got == (weight[out, i] if out < 11 and i < 5 else 0)
 
 
 def test_without_a_compiler_the_library_s_product_serves(monkeypatch):

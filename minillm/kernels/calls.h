@@ -8,6 +8,8 @@ extern "C" {
 
 int linear_wide();
 
+bool linear_pairs();
+
 void linear(bool is_bfloat16, int64_t rows, int64_t inputs, int64_t outputs, const float* x, const void* packed,
             float* y, int threads);
 

@@ -72,11 +72,7 @@ void rotate(int64_t dim, float* x, const float* cos, const float* sin) {
 
 inline void keep(float x, float* to) { *to = x; }
 
-inline void keep(float x, bfloat16* to) {  // to the nearest, and of two to the even one
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    to->bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
+inline void keep(float x, bfloat16* to) { *to = rounded(x); }
 
 // A token's q, k and v [heads + 2 kv_heads, dim] as attention wants them; its K and V to their slot.
 template <class T>

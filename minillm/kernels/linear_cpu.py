@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.errors import ParamsError, illegal
-from minillm.kernels.cpp import library, why_not
+from minillm.kernels.cpp import DTYPES, library, why_not
 from minillm.model.decoder import MLP, Decoder, replace_linears
 from minillm.model.layout import faster_linear, row_at_a_time
 
@@ -27,15 +27,21 @@ class TiledLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        weight = linear.weight.detach()
-        wide = library().linear_wide()
-        spare = -self.out_features % wide
-        rows = torch.cat((weight, weight.new_zeros(spare, self.in_features))) if spare else weight
-        self.packed = rows.unflatten(0, (-1, wide)).transpose(1, 2).contiguous()  # [panels, in, wide]
+        self.packed = panels(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = product(x.float(), self.packed, self.out_features)  # [..., out]
+        y = product(x.float(), self.packed, self.in_features, self.out_features)  # [..., out]
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def panels(weight: Tensor) -> Tensor:
+    """weight [out, in] as the loop reads it, zeros behind it: [panels, in, wide]; of 16 bits, where the processor
+    multiplies pairs, [panels, in / 2, wide, 2]."""
+    wide, pair = library().linear_wide(), 2 if weight.dtype == torch.bfloat16 and library().linear_pairs() else 1
+    weight = nn.functional.pad(weight, (0, -weight.shape[1] % pair, 0, -weight.shape[0] % wide))
+    split = weight.unflatten(1, (-1, pair)).unflatten(0, (-1, wide))  # [panels, wide, in / pair, pair]
+    packed = split.transpose(1, 2).contiguous()  # [panels, in / pair, wide, pair]
+    return packed if pair == 2 else packed.squeeze(-1)
 
 
 class TiledMLP(nn.Module):
@@ -75,9 +81,8 @@ def checked(x: Tensor, inputs: int) -> Tensor:
     return x.contiguous()
 
 
-def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    """x [..., in] float32, packed [panels, in, wide] float32 or bfloat16, contiguous -> [..., outputs] float32."""
-    inputs = packed.shape[1]
+def product(x: Tensor, packed: Tensor, inputs: int, outputs: int) -> Tensor:
+    """x [..., inputs] float32, packed: `panels` of a weight [outputs, inputs] -> [..., outputs] float32."""
     x = checked(x, inputs)
     rows = x.numel() // inputs
     y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
@@ -91,14 +96,15 @@ def product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 
 def tile_linears(model: Decoder) -> Decoder:
-    """Replace every linear in place: by a TiledLinear where that can run and no instruction of the processor's
-    multiplies 16 bits as they are, else by what `faster_linear` knows; then every MLP that `joins`, by a TiledMLP."""
+    """Replace every linear in place: by a TiledLinear, or, of 16 bits on a processor with instructions that
+    `linear.cpp` does not know, by what `faster_linear` has; then every MLP that `joins`, by a TiledMLP."""
 
     def make(name: str, linear: nn.Linear) -> nn.Module | None:
         weight = linear.weight
-        wanted = weight.dtype == torch.float32 or row_at_a_time(linear)
-        if wanted and why_not(weight.dtype, weight.device) is None:
-            return TiledLinear(linear)
+        if weight.dtype in DTYPES and why_not(weight.dtype, weight.device) is None:
+            narrow = weight.dtype == torch.bfloat16
+            if not narrow or library().linear_pairs() or row_at_a_time(linear):
+                return TiledLinear(linear)
         return faster_linear(linear)
 
     replace_linears(model, make)

@@ -15,28 +15,28 @@ constexpr int TALL = LANES == 16 ? 12 : 4;  // rows of a tile
 constexpr int WIDE = VECS * LANES;          // columns of a panel
 
 // Adds x [ROWS, count] @ panel [count, WIDE] to y [ROWS, columns]; first: y is what nothing was added to yet. An output
-// is one sum, from the first number to the last, whatever ROWS is.
-template <int ROWS, class T>
-void tile(const float* x, int64_t x_stride, const T* panel, int64_t count, float* y, int64_t y_stride, int columns,
+// is one sum, from the first number to the last, whatever ROWS is. Where x and the panel are pairs, each counts as one.
+template <int ROWS, class X, class W>
+void tile(const X* x, int64_t x_stride, const W* panel, int64_t count, float* y, int64_t y_stride, int columns,
           bool first) {
     vec sums[ROWS][VECS] = {};
     if (!first)
         for (int row = 0; row < ROWS; row++) std::memcpy(sums[row], y + row * y_stride, columns * sizeof(float));
     for (int64_t i = 0; i < count; i++) {
-        vec weights[VECS];
+        decltype(load(panel)) weights[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) weights[v] = load(panel + i * WIDE + v * LANES);
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sums[row][v] += x[row * x_stride + i] * weights[v];
+            for (int v = 0; v < VECS; v++) sums[row][v] = plus(sums[row][v], x[row * x_stride + i], weights[v]);
     }
     for (int row = 0; row < ROWS; row++) std::memcpy(y + row * y_stride, sums[row], columns * sizeof(float));
 }
 
 // tile<rows>, for a number of rows that only the caller knows.
-template <int ROWS = TALL, class T, class... Rest>
-void tile_of(int64_t rows, const float* x, int64_t x_stride, const T* panel, Rest... rest) {
+template <int ROWS = TALL, class X, class W, class... Rest>
+void tile_of(int64_t rows, const X* x, int64_t x_stride, const W* panel, Rest... rest) {
     if constexpr (ROWS > 1) {
         if (rows < ROWS) return tile_of<ROWS - 1>(rows, x, x_stride, panel, rest...);
     }
@@ -44,9 +44,9 @@ void tile_of(int64_t rows, const float* x, int64_t x_stride, const T* panel, Res
 }
 
 // tile<TALL> and less, down all rows of x: in tiles of equal height.
-template <class T>
-void tiles_of(int64_t rows, const float* x, int64_t x_stride, const T* panel, int64_t count, float* y,
-              int64_t y_stride, int columns, bool first) {
+template <class X, class W>
+void tiles_of(int64_t rows, const X* x, int64_t x_stride, const W* panel, int64_t count, float* y, int64_t y_stride,
+              int columns, bool first) {
     const int64_t tiles = (rows + TALL - 1) / TALL;
     for (int64_t t = 0; t < tiles; t++) {
         const int64_t start = rows * t / tiles, own = rows * (t + 1) / tiles - start;

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
@@ -26,6 +30,12 @@ inline float number(bfloat16 x) {  // its bits are the upper half of a float32's
     float y;
     std::memcpy(&y, &bits, sizeof y);
     return y;
+}
+
+inline bfloat16 rounded(float x) {  // to the nearest, and of two to the even one
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return {uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
 }
 
 inline vec load(const float* from) {
@@ -54,6 +64,28 @@ vec load(const T* from, int64_t count) {
 }
 
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+
+// sum + x * w, as a loop over inputs adds up a product.
+inline vec plus(vec sum, float x, vec w) { return sum + x * w; }
+
+// Two bfloat16 side by side. Where the processor has an instruction for them, it multiplies 16 pairs of weights by one
+// pair of inputs, and adds both products of each pair to a float32.
+struct pair {
+    bfloat16 first, second;
+};
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+
+inline __m512bh load(const pair* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+inline vec plus(vec sum, pair x, __m512bh w) {
+    int both;
+    std::memcpy(&both, &x, sizeof both);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(both), w);
+}
+#else
+constexpr bool PAIRS = false;
+#endif
 
 inline float sum_of(vec v) {
     typedef float four __attribute__((vector_size(16)));
