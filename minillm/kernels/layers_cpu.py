@@ -94,8 +94,8 @@ def layer_tensors(block: Block) -> dict[str, Tensor]:
     found = {name: norm.weight.detach().float().contiguous() for name, norm in norms.items() if norm is not None}
     if attn.qkv.bias is not None:
         found["qkv_bias"] = attn.qkv.bias.detach().float().contiguous()
-    products = {"qkv": attn.qkv, "out": attn.out, "gate_up": mlp.gate_up, "down": mlp.down}
-    return found | {name: each.packed for name, each in products.items()}
+    products = {"qkv": attn.qkv.packed, "out": attn.out.packed, "gate_up": mlp.gate_up, "down": mlp.down}
+    return found | products
 
 
 def whole_step(model: Decoder) -> WholeStep | None:

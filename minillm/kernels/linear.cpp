@@ -22,80 +22,121 @@ namespace {
 
 constexpr int64_t PART = 768;   // inputs of a part: 96 KB of a panel
 constexpr int64_t BLOCK = 120;  // rows of a block
+constexpr int64_t OWN = 48;     // rows for each thread, from which on it takes them through a product by itself
 
-// X and W: float and float; float and bfloat16, which is widened; or pair and pair, each of two inputs.
+// run(top, height, threads) for blocks of rows that cover them all. With many rows each thread has blocks of its own, so
+// that threads share no numbers but W: two cores may be far apart. (Two that read 51 GB/s together, from two halves of
+// a processor, took 275 ms for what two that read 31 did in 208, when they shared the columns of each block.)
+template <class Run>
+void by_blocks(int64_t rows, int threads, Run run) {
+    const bool own = threads > 1 && rows >= OWN * threads;
+    const int64_t each = own ? threads : 1, blocks = (rows + each * BLOCK - 1) / (each * BLOCK) * each;
+    const auto block = [=](int64_t i, int share) { run(rows * i / blocks, rows * (i + 1) / blocks - rows * i / blocks, share); };
+    if (own) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int64_t i = 0; i < blocks; i++) block(i, 1);
+    } else {  // outside of any parallel region: within one, even of one thread, others are started anew each time
+        for (int64_t i = 0; i < blocks; i++) block(i, threads);
+    }
+}
+
+// x [height, inputs] by one panel of W, whose first `columns` outputs go to y. X and W: float and float; float and
+// bfloat16, which is widened; or pair and pair, each of two inputs.
 template <class X, class W>
-void multiply(int64_t rows, int64_t inputs, int64_t outputs, const X* x, const W* packed, float* y, int threads) {
+void panel_of(int64_t height, int64_t inputs, const X* x, const W* panel, float* y, int64_t y_stride, int columns) {
     constexpr bool widens = !std::is_same_v<X, W>;
-    const int64_t panels = (outputs + WIDE - 1) / WIDE, blocks = (rows + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(threads)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t top = rows * block / blocks, height = rows * (block + 1) / blocks - top;
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t p = 0; p < panels; p++) {
-            float wide[widens ? PART * WIDE : 1];
-            const int columns = std::min<int64_t>(WIDE, outputs - p * WIDE);
-            for (int64_t done = 0; done < inputs; done += PART) {
-                const int64_t count = std::min(PART, inputs - done);
-                const W* part = packed + (p * inputs + done) * WIDE;
-                const X* from = x + top * inputs + done;
-                float* to = y + top * outputs + p * WIDE;
-                if constexpr (widens)
-                    if (height > TALL) {  // once for all tiles
-                        for (int64_t i = 0; i < count * WIDE; i += LANES) store(wide + i, load(part + i));
-                        tiles_of(height, from, inputs, wide, count, to, outputs, columns, done == 0);
-                        continue;
-                    }
-                tiles_of(height, from, inputs, part, count, to, outputs, columns, done == 0);
+    float wide[widens ? PART * WIDE : 1];
+    for (int64_t done = 0; done < inputs; done += PART) {
+        const int64_t count = std::min(PART, inputs - done);
+        const W* part = panel + done * WIDE;
+        if constexpr (widens)
+            if (height > TALL) {  // once for all tiles
+                for (int64_t i = 0; i < count * WIDE; i += LANES) store(wide + i, load(part + i));
+                tiles_of(height, x + done, inputs, wide, count, y, y_stride, columns, done == 0);
+                continue;
             }
-        }
+        tiles_of(height, x + done, inputs, part, count, y, y_stride, columns, done == 0);
     }
 }
 
-#if defined(__AVX512BF16__)
-// x is rounded to pairs first. packed: [panels, pairs of inputs, WIDE]; of an odd number of inputs the last is 0.
-void multiply(int64_t rows, int64_t inputs, int64_t outputs, const float* x, const bfloat16* packed, float* y,
-              int threads) {
-    static thread_local std::vector<pair> narrow;
-    const int64_t pairs = (inputs + 1) / 2;
-    narrow.resize(std::max<size_t>(narrow.size(), rows * pairs));
-    pair* const to = narrow.data();
-#pragma omp parallel for num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        const float* from = x + row * inputs;
-        for (int64_t i = 0; i < inputs / 2; i++) to[row * pairs + i] = {rounded(from[2 * i]), rounded(from[2 * i + 1])};
-        if (inputs % 2) to[row * pairs + pairs - 1] = {rounded(from[inputs - 1]), {0}};
-    }
-    multiply(rows, pairs, outputs, to, reinterpret_cast<const pair*>(packed), y, threads);
+// A block of rows by all of W.
+template <class X, class W>
+void multiply_block(int64_t height, int64_t inputs, int64_t outputs, const X* x, const W* packed, float* y,
+                    int threads) {
+    const int64_t panels = (outputs + WIDE - 1) / WIDE;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t p = 0; p < panels; p++)
+        panel_of(height, inputs, x, packed + p * inputs * WIDE, y + p * WIDE, outputs,
+                 std::min<int64_t>(WIDE, outputs - p * WIDE));
 }
-#endif
 
 inline vec silu(vec x) {  // x / (1 + e^-x), with no e^x above 1
     const vec e = exp_of(x < 0.0f ? x : -x);
     return (x < 0.0f ? x * e : x) / (1.0f + e);
 }
 
-// x, y [rows, hidden]; gate_up [2 ffn, hidden], down [hidden, ffn], each in its panels.
-template <class T>
-void gated_mlp(int64_t rows, int64_t hidden, int64_t ffn, const float* x, const T* gate_up, const T* down, float* y,
-               int threads) {
-    static thread_local std::vector<float> between;  // kept from call to call: new memory is slow the first time
-    const int64_t most = std::min(rows, BLOCK);
-    between.resize(std::max<size_t>(between.size(), most * 3 * ffn));
-    float *both = between.data(), *mixed = both + most * 2 * ffn;  // [rows, 2 ffn], [rows, ffn]
-    for (int64_t top = 0; top < rows; top += most) {
-        const int64_t height = std::min(most, rows - top);
-        multiply(height, hidden, 2 * ffn, x + top * hidden, gate_up, both, threads);
-#pragma omp parallel for num_threads(threads)
+// silu(gate x) * up x of a block of rows -> mixed [height, ffn]. gate_up: the panels of gate, then those of up, so that
+// whoever has multiplied by one of each goes on with what it has at hand.
+template <class X, class W>
+void gate_block(int64_t height, int64_t inputs, int64_t ffn, const X* x, const W* gate_up, float* mixed, int threads) {
+    const int64_t panels = (ffn + WIDE - 1) / WIDE;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t p = 0; p < panels; p++) {
+        float gate[BLOCK * WIDE], up[BLOCK * WIDE];
+        panel_of(height, inputs, x, gate_up + p * inputs * WIDE, gate, WIDE, WIDE);
+        panel_of(height, inputs, x, gate_up + (panels + p) * inputs * WIDE, up, WIDE, WIDE);
+        for (int64_t i = 0; i < height * WIDE; i += LANES) store(gate + i, silu(load(gate + i)) * load(up + i));
+        const int64_t columns = std::min<int64_t>(WIDE, ffn - p * WIDE);
         for (int64_t row = 0; row < height; row++)
-            for (int64_t i = 0; i < ffn; i += LANES) {
-                const float *gate = both + row * 2 * ffn + i, *up = gate + ffn;
-                const int64_t count = std::min<int64_t>(LANES, ffn - i);
-                const vec product = count == LANES ? silu(load(gate)) * load(up) : silu(load(gate, count)) * load(up, count);
-                std::memcpy(mixed + row * ffn + i, &product, count * sizeof(float));
-            }
-        multiply(height, ffn, hidden, mixed, down, y + top * hidden, threads);
+            std::memcpy(mixed + row * ffn + p * WIDE, gate + row * WIDE, columns * sizeof(float));
     }
+}
+
+#if defined(__AVX512BF16__)
+// x [height, inputs], rounded -> [height, (inputs + 1) / 2]; of an odd number of inputs the last pair's second is 0.
+const pair* narrowed(int64_t height, int64_t inputs, const float* x, int threads) {
+    static thread_local std::vector<pair> narrow;
+    const int64_t pairs = (inputs + 1) / 2;
+    narrow.resize(std::max<size_t>(narrow.size(), height * pairs));
+    pair* const to = narrow.data();
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < height; row++) {
+        const float* from = x + row * inputs;
+        for (int64_t i = 0; i < inputs / 2; i++) to[row * pairs + i] = {rounded(from[2 * i]), rounded(from[2 * i + 1])};
+        if (inputs % 2) to[row * pairs + pairs - 1] = {rounded(from[inputs - 1]), {0}};
+    }
+    return to;
+}
+
+void multiply_block(int64_t height, int64_t inputs, int64_t outputs, const float* x, const bfloat16* packed, float* y,
+                    int threads) {
+    const pair* pairs = narrowed(height, inputs, x, threads);
+    multiply_block(height, (inputs + 1) / 2, outputs, pairs, reinterpret_cast<const pair*>(packed), y, threads);
+}
+
+void gate_block(int64_t height, int64_t inputs, int64_t ffn, const float* x, const bfloat16* gate_up, float* mixed,
+                int threads) {
+    const pair* pairs = narrowed(height, inputs, x, threads);
+    gate_block(height, (inputs + 1) / 2, ffn, pairs, reinterpret_cast<const pair*>(gate_up), mixed, threads);
+}
+#endif
+
+template <class W>
+void multiply(int64_t rows, int64_t inputs, int64_t outputs, const float* x, const W* packed, float* y, int threads) {
+    by_blocks(rows, threads, [=](int64_t top, int64_t height, int share) {
+        multiply_block(height, inputs, outputs, x + top * inputs, packed, y + top * outputs, share);
+    });
+}
+
+template <class W>
+void gated_mlp(int64_t rows, int64_t hidden, int64_t ffn, const float* x, const W* gate_up, const W* down, float* y,
+               int threads) {
+    by_blocks(rows, threads, [=](int64_t top, int64_t height, int share) {
+        static thread_local std::vector<float> mixed;  // kept from call to call: new memory is slow the first time
+        mixed.resize(std::max<size_t>(mixed.size(), height * ffn));
+        gate_block(height, hidden, ffn, x + top * hidden, gate_up, mixed.data(), share);
+        multiply_block(height, ffn, hidden, mixed.data(), down, y + top * hidden, share);
+    });
 }
 
 }  // namespace
@@ -114,7 +155,7 @@ extern "C" void linear(bool is_bfloat16, int64_t rows, int64_t inputs, int64_t o
         multiply(rows, inputs, outputs, x, static_cast<const float*>(packed), y, threads);
 }
 
-// x, y [rows, hidden] float32; gate_up [2 ffn, hidden] and down [hidden, ffn] in panels, as `packed` above.
+// x, y [rows, hidden] float32. In panels, as `packed` above: gate [ffn, hidden], up [ffn, hidden], down [hidden, ffn].
 extern "C" void mlp(bool is_bfloat16, int64_t rows, int64_t hidden, int64_t ffn, const float* x, const void* gate_up,
                     const void* down, float* y, int threads) {
     if (is_bfloat16)

@@ -44,23 +44,37 @@ def panels(weight: Tensor) -> Tensor:
     return packed if pair == 2 else packed.squeeze(-1)
 
 
+def whole(packed: Tensor, inputs: int, outputs: int) -> Tensor:
+    """The weight [outputs, inputs] behind its `panels`."""
+    paired = packed if packed.dim() == 4 else packed.unsqueeze(-1)
+    return paired.transpose(1, 2).flatten(2).flatten(0, 1)[:outputs, :inputs]
+
+
 class TiledMLP(nn.Module):
     """The gated MLP of two TiledLinears as one call: what lies between them stays in a cache and in float32.
-    x [..., hidden] -> [..., hidden]. To a compiled decoder it is one more linear."""
+    x [..., hidden] -> [..., hidden]. To a compiled decoder it is one more linear.
+
+    gate_up: the panels of gate, then those of up."""
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
-        self.gate_up, self.down = mlp.gate_up, mlp.down
-        self.in_features, self.out_features = mlp.gate_up.in_features, mlp.down.out_features
+        self.in_features, self.out_features, self.ffn = (
+            mlp.gate_up.in_features,
+            mlp.down.out_features,
+            mlp.down.in_features,
+        )
+        self.gate_up, self.down = mlp.gate_up.packed, mlp.down.packed
+        if self.ffn % library().linear_wide():  # a panel has some of both
+            weight = whole(self.gate_up, self.in_features, 2 * self.ffn)
+            self.gate_up = torch.cat([panels(part) for part in weight.chunk(2)])
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down = self.gate_up.packed, self.down.packed
         rows = checked(x.float(), self.in_features)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.float32)
         library().mlp(
-            down.dtype == torch.bfloat16,
-            *(rows.numel() // self.in_features, self.in_features, self.down.in_features),
-            *(tensor.data_ptr() for tensor in (rows, gate_up, down, y)),
+            self.down.dtype == torch.bfloat16,
+            *(rows.numel() // self.in_features, self.in_features, self.ffn),
+            *(tensor.data_ptr() for tensor in (rows, self.gate_up, self.down, y)),
             torch.get_num_threads(),
         )
         return y.to(x.dtype)

@@ -126,7 +126,8 @@ class CompiledDecoder:
             self.many = flat_copy(self.model, called_linears(self.key, packed, first=len(linears)))
             for block in self.many.layers:
                 block.attn.out = nn.Identity()  # `attend_out` has done it
-            self.linears = [self.model.get_submodule(name) for name in (*linears, *packed)]
+            modules = dict(self.model.named_modules())
+            self.linears = [modules.get(name) for name in (*linears, *packed)]  # None: it is part of a larger one now
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         rows = tokens.numel()
