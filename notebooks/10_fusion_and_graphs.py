@@ -508,7 +508,9 @@ for rows in (1, 8, 32):
 # each of their sums (24 sums with AVX-512, else 12), so that two or three loads of weights serve them all.
 # `LLM(compile=True)` takes it on a CPU. An output is one sum from the first input to the last, so this product gives
 # a request the same bits whatever its batch. An MLP is two such products with silu(gate) x up between them: one call,
-# a block of 120 rows at a time, so that what lies between is used while it is in a cache.
+# in which a panel of gate and one of up are multiplied and mixed at once, so that what lies between never leaves the
+# cache. Few rows: the threads take panels in turn. Many: each takes rows of its own, for two cores may be far apart,
+# and what one has written the other reads slowly.
 #
 # Both help a decode batch. The more rows, the less there is to win: at 64, or with a prompt's 512 for the MLP, the
 # two sides are within 10 % of each other, for arithmetic is all there is.

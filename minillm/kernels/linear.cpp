@@ -3,13 +3,12 @@
 // Chapter 10. W lies in panels: WIDE outputs side by side, input after input, as the loop of `tile.h` reads it. A panel
 // goes through in parts that stay in the second-level cache while tile after tile of rows uses them, and a block of
 // rows stays there while panel after panel does. An output is one sum, from the first input to the last, whatever the
-// rows beside it or the threads.
+// rows beside it or the threads. Of few rows, threads take panels in turn; of many, rows.
 //
 // Of 16 bits, a processor may have an instruction that multiplies pairs. Then x is rounded to 16 bits, as torch has it
 // from the start. Else W is widened as it is read.
 //
-// A gated MLP is two such products with silu(gate) x up between them. Here a block of rows goes through all three
-// while what is between them is still in a cache.
+// A gated MLP is two such products with silu(gate) x up between them: done panel by panel, while it is at hand.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,8 +1,9 @@
 """Linears of a compiled decoder on a CPU, in C++: right for one row and for a batch (`linear.cpp` has the loops).
 
 Chapter 10. A library has to choose an order of W for a number of rows; oneDNN's is slow for a few, and torch has none
-for 16 bits on a processor without instructions for them. Here W lies in panels that suit any number of rows, 16 bits
-are widened as they are read, and a row's output does not depend on the rows beside it, to the last bit.
+for 16 bits on a processor without instructions for them. Here W lies in panels that suit any number of rows; 16 bits
+are multiplied in pairs, where the processor can, or widened as they are read; and a row's output does not depend on
+the rows beside it, to the last bit.
 
 Bytes: W, once, in its own dtype. FLOPs: 2 x rows x in x out. Up to about 8 rows the bytes set the time
 (smollm2-135m's layers, float32, AVX-512, 2 cores: 16 ms for 1 row, 15 for 8, 21 for 16, 36 for 32).
