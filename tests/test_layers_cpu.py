@@ -145,6 +145,9 @@ def test_what_it_does_not_know_stays_with_the_layers():
     mixed = tile_linears(make())
     mixed.layers[1].attn.layer = dataclasses.replace(mixed.layers[1].attn.layer, softcap=3.0)
     assert whole_step(mixed) is None, "a layer with a soft cap of its own"
+    part = tile_linears(make())
+    part.layers = part.layers[:2]
+    assert whole_step(part) is None, "some layers of a larger model"
 
 
 def test_bfloat16_weights_and_blocks_stay_near_float64(monkeypatch):
@@ -253,6 +256,8 @@ def test_bad_steps_are_told_before_anything_is_read(monkeypatch):
         scene.cache.in_place = lambda change=change: dataclasses.replace(step, **change)
         with pytest.raises(ParamsError, match=name):
             whole.hidden(tokens, positions, scene.cache)
+    with pytest.raises(ParamsError, match=r"positions=\[10\]: must be \[11\]"):
+        whole.hidden(tokens, positions[1:], scene.cache)
 
 
 def test_a_compiled_llm_needs_no_graph():

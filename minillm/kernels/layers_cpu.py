@@ -70,6 +70,8 @@ class WholeStep:
         if step is None or (step.keys.dtype == torch.bfloat16) != shape.is_bfloat16:
             return None
         positions = cache.positions(tokens.shape) if positions is None else positions
+        if positions.shape != tokens.shape:
+            raise ParamsError(illegal("positions", list(positions.shape), f"must be {list(tokens.shape)}, as tokens"))
         x = model.embed(tokens.flatten())  # [tokens, hidden]
         if model.config.embedding_scale != 1.0:
             x = x * torch.tensor(model.config.embedding_scale, dtype=x.dtype)
@@ -100,10 +102,11 @@ def layer_tensors(block: Block) -> dict[str, Tensor]:
 
 def whole_step(model: Decoder) -> WholeStep | None:
     """None, if the model has something that `layers.cpp` does not know."""
-    config = model.config
-    layers = {(block.attn.layer.scale, block.attn.layer.softcap) for block in model.layers}
-    plain = config.positions == "rope" and not config.local_layers and not config.post_norms and len(layers) == 1
-    return WholeStep(model) if plain and all(map(knows, model.layers)) else None
+    config, infos = model.config, [block.attn.layer for block in model.layers]
+    plain = config.positions == "rope" and not config.local_layers and not config.post_norms
+    alike = len({(info.scale, info.softcap) for info in infos}) == 1
+    complete = [info.index for info in infos] == list(range(config.num_layers))  # not some layers of a larger model
+    return WholeStep(model) if plain and alike and complete and all(map(knows, model.layers)) else None
 
 
 def knows(block: Block) -> bool:
