@@ -210,6 +210,11 @@ def test_row_linear_equals_float64(rows, dtype, bias):
     assert (got - expected).abs().max() <= {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype] * expected.abs().max()
 
 
+def test_a_copy_would_call_back_to_the_original():
+    with pytest.raises(TypeError, match=r"cannot be copied.*copy the model before"):
+        copy.deepcopy(CompiledDecoder(make()))
+
+
 def test_compile_must_be_a_flag():
     with pytest.raises(ParamsError, match="compile='yes'"):
         LLM("tiny", compile="yes")

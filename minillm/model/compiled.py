@@ -204,6 +204,9 @@ class CompiledDecoder:
         gc.collect()  # of what the compiler left behind: later, in the middle of a step, it took half a second
         self.compile_seconds[kind] = time.perf_counter() - start
 
+    def __deepcopy__(self, memo: dict) -> CompiledDecoder:
+        raise TypeError("a compiled decoder cannot be copied: its graphs hold its weights; copy the model before")
+
     @property
     def config(self) -> ModelConfig:
         return self.model.config
