@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "calls.h"
 #include "tile.h"
 
 namespace {
@@ -23,14 +24,17 @@ constexpr int64_t PART = 768;   // inputs of a part: 96 KB of a panel
 constexpr int64_t BLOCK = 120;  // rows of a block
 constexpr int64_t OWN = 48;     // rows for each thread, from which on it takes them through a product by itself
 
-// run(top, height, threads) for blocks of rows that cover them all. With many rows each thread has blocks of its own, so
-// that threads share no numbers but W: two cores may be far apart. (Two that read 51 GB/s together, from two halves of
-// a processor, took 275 ms for what two that read 31 did in 208, when they shared the columns of each block.)
+// run(top, height, threads) for blocks of rows that cover them all, each of BLOCK at most. With many rows each thread
+// has blocks of its own, so that threads share no numbers but W: two cores may be far apart. (When they shared the
+// columns of each block, two that lie side by side took 208 ms for what two far apart took 275; now both take 200.)
 template <class Run>
 void by_blocks(int64_t rows, int threads, Run run) {
     const bool own = threads > 1 && rows >= OWN * threads;
     const int64_t each = own ? threads : 1, blocks = (rows + each * BLOCK - 1) / (each * BLOCK) * each;
-    const auto block = [=](int64_t i, int share) { run(rows * i / blocks, rows * (i + 1) / blocks - rows * i / blocks, share); };
+    const auto block = [=](int64_t i, int share) {
+        const int64_t top = rows * i / blocks;
+        run(top, rows * (i + 1) / blocks - top, share);
+    };
     if (own) {
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (int64_t i = 0; i < blocks; i++) block(i, 1);

@@ -13,6 +13,7 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
 #include "vector.h"
 
 namespace {
@@ -74,7 +75,8 @@ void attend(const Shape& shape, const float* q, const T* keys, const T* values, 
                             __builtin_prefetch(values + next + i * stride + kv_head * dim + d, 0, 2);
                         }
                     const vec* query = &queries[head * vecs];
-                    const T *first_key = keys + first + head / group * dim, *first_value = values + first + head / group * dim;
+                    const T* first_key = keys + first + head / group * dim;
+                    const T* first_value = values + first + head / group * dim;
                     float highest = top[head];
                     for (int64_t i = 0; i < count; i++) {
                         const T* key = first_key + i * stride;

@@ -13,6 +13,7 @@
 #include <limits>
 #include <vector>
 
+#include "calls.h"
 #include "tile.h"
 
 namespace {
