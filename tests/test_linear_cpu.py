@@ -1,6 +1,7 @@
 """The tiled product in C++ against float64: any shape, any number of rows, and no row that depends on another."""
 
 import copy
+import shutil
 import types
 
 import pytest
@@ -33,6 +34,12 @@ def linear(inputs: int, outputs: int, dtype=torch.float32, bias: bool = True) ->
 
 def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, cpp.COMPILERS)), reason="there is no C++ compiler")
+def test_the_sources_compile_where_there_is_a_compiler():
+    """All other tests of the kernels are skipped where they do not."""
+    assert cpp.library().linear_wide() > 0
 
 
 @needs_compiler
