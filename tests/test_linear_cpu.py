@@ -121,6 +121,9 @@ def test_what_would_read_strange_memory_is_refused(x, match, monkeypatch):
     monkeypatch.setattr(linear_cpu, "library", None)  # a call would be a TypeError
     with pytest.raises(ParamsError, match=match):
         product(x, packed, 24, 33)
+    for inputs, outputs in ((26, 33), (24, 200)):
+        with pytest.raises(ParamsError, match=rf"packed=.*\[{outputs}, {inputs}\]"):
+            product(torch.zeros(2, inputs), packed, inputs, outputs)
 
 
 def mlp_of(hidden: int, ffn: int, dtype=torch.float32, **changes) -> MLP:

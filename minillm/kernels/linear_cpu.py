@@ -59,11 +59,8 @@ class TiledMLP(nn.Module):
 
     def __init__(self, mlp: MLP) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.ffn = (
-            mlp.gate_up.in_features,
-            mlp.down.out_features,
-            mlp.down.in_features,
-        )
+        self.in_features, self.out_features = mlp.gate_up.in_features, mlp.down.out_features
+        self.ffn = mlp.down.in_features
         self.gate_up, self.down = mlp.gate_up.packed, mlp.down.packed
         if self.ffn % library().linear_wide():  # a panel has some of both
             weight = whole(self.gate_up, self.in_features, 2 * self.ffn)
@@ -99,6 +96,9 @@ def checked(x: Tensor, inputs: int) -> Tensor:
 def product(x: Tensor, packed: Tensor, inputs: int, outputs: int) -> Tensor:
     """x [..., inputs] float32, packed: `panels` of a weight [outputs, inputs] -> [..., outputs] float32."""
     x = checked(x, inputs)
+    held = (packed.shape[1] * packed.shape[3:].numel(), packed.shape[0] * packed.shape[2])
+    if held[0] < inputs or held[1] < outputs:
+        raise ParamsError(illegal("packed", list(packed.shape), f"must be the panels of a [{outputs}, {inputs}]"))
     rows = x.numel() // inputs
     y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
     library().linear(

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import math
 import shutil
@@ -196,9 +197,8 @@ class CompiledDecoder:
                 else:
                     self._few_logits(self.few, self.key, self._few(self.few, self.key, tokens, positions))
         except Exception as error:  # no single base class covers dynamo, inductor and the C++ compiler
-            said = " ".join(
-                line.strip() for line in str(error).strip().splitlines()[:2]
-            )  # the first may only say whose
+            lines = map(str.strip, str(error).strip().splitlines())
+            said = " ".join(itertools.islice(lines, 2))  # the first may only say whose error it is
             self.why_eager = f"torch.compile failed: {said}"
             log.warning("decode runs uncompiled: %s", self.why_eager)
         gc.collect()  # of what the compiler left behind: later, in the middle of a step, it took half a second
