@@ -151,7 +151,7 @@ for a in trace:
 #   busy, so it needs at least `all answer tokens / slots`.
 # - *Speed-up.* Their ratio, if every step took as long.
 # - *First token under a full batch.* Four requests with 48 tokens to go hold the four slots, a fifth arrives. Its
-#   time to first token (TTFT, 首字延迟) is about `48 steps of 4 tokens + its own prefill`.
+#   time to first token (TTFT, 首词元延迟) is about `48 steps of 4 tokens + its own prefill`.
 
 # %%
 groups = [trace[i : i + SLOTS] for i in range(0, len(trace), SLOTS)]
@@ -219,6 +219,8 @@ for ax, (name, window) in zip(axes, {"static": 10**6, "dynamic, window 2": 2, "c
     ax.plot([t for t, _ in toy], [-0.62] * len(toy), "v", color=plots.MEANING["ceiling"], clip_on=False)
     ax.set_xlim(-0.2, 24)
 axes[-1].set_xlabel("step")
+handles = [plt.Rectangle((0, 0), 1, 1, color=SHADES[kind]) for kind in ("decode", "idle")]
+figure.legend(handles, ["a token a step", "done, still computed"], loc="outside lower center", ncols=2)
 plt.show()
 
 # %% [markdown]
@@ -320,7 +322,8 @@ print(f"each request's keys: {plan_of_step.kv_lengths} tokens; sampled from rows
 
 # %% [markdown]
 # Linears, norms and the head see one matrix of that many rows. Attention alone goes request by request: Orca calls
-# it *selective batching* (选择性批处理).
+# it *selective batching* (选择性批处理). Where one request ends and the next begins is said by the running sums of
+# the token counts; the variable-length kernels of FlashAttention take them as `cu_seqlens`.
 #
 # **Same tokens, proved.** Three policies of the library, the loop above, and each request alone, greedy, float32:
 
@@ -381,8 +384,10 @@ assert continuous.padding_waste == 0
 
 # %% [markdown]
 # The waste is exact. The speed-up is less than the bound: requests arrive over time, and at the end the slots run
-# empty one by one. Now the whole distributions: TTFT, and the gap between two tokens of a request, inter-token
-# latency (ITL, 词间延迟).
+# empty one by one. And dynamic loses to static here, on both counts: its window closes on the first three requests,
+# the fourth and all behind it wait for their longest answer of 38 tokens, and the steps add up to more. A window pays
+# while requests come slowly; under load it makes batches that are not full. Now the whole distributions: TTFT, and the gap between two tokens of a request, inter-token
+# latency (ITL, 词元间延迟).
 
 # %%
 _, axes = plots.figure(1, 2, width=7.4, height=2.9)
@@ -448,16 +453,18 @@ plots.beside(
 plt.show()
 
 # %% [markdown]
-# *Orange: the fitted clock. Red: four tokens every step, no prompt, no empty slot.* Where the measured bar falls
-# short of the orange mark, the step cost more than its tokens: on a small model the bookkeeping of a step (paged
-# attention request by request, sampling) is no longer small beside the forward. A larger model hides it.
+# *Orange: the fitted clock. Red: four tokens every step, no prompt, no empty slot.* The clock was fitted on decode
+# steps of a bare loop, so it can be wrong in two directions. A prompt's tokens are cheaper than decodes, which read
+# keys of their own each: that favours who computes most of them, padding included. And a step of the engine costs
+# more than its tokens, since on a small model its bookkeeping (plans, sampling) is no longer small beside the
+# forward; a larger model hides that.
 #
 # **What papers report.** Quoted, not measured here; each depends on its baseline, model and answer lengths:
 #
 # | claim | source |
 # |---|---|
 # | 36.9 x FasterTransformer's throughput at the same latency, GPT-3 175B | Yu et al. 2022, Orca (OSDI), abstract |
-# | 23 x throughput, with vLLM, so paging is in it (chapter 05) | Anyscale 2023, post on continuous batching |
+# | 23 x the throughput of static batching, with vLLM, so paging (chapter 05) and its kernels are in it | Anyscale 2023, post on continuous batching |
 #
 # Ours are the two ratios printed above, for four slots. With enough requests waiting and steps of equal time the
 # bound is the prediction of section 2, `slots x (longest answer of each batch, summed) / all answer tokens`: the
@@ -635,8 +642,8 @@ def draw(ax, spread, slots):
     ax.grid(False, axis="y")
     ax.set_xlabel("steps")
     ax.set_title(f"continuous needs {ends[0] / ends[1]:.2f} x fewer steps")
-    if ax.figure.axes == [ax]:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
+    if ax is ax.figure.axes[0]:
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
 explore(
@@ -668,6 +675,10 @@ explore(
 # - *2 minutes.* Section 7: the fifth request waits for a slot; TTFT against load; the gap when 256 tokens join.
 #   Slots cost KV memory. Remedies: chunked prefill (06), paging (05), admission (28).
 # - *Follow-up: throughput doubled, users complain. Why?* P90 TTFT at that load: section 7's left plot.
+# - *Follow-up: does a larger batch always give more tokens per second?* No. Rows share the weights, but nobody shares
+#   the K and V that each row reads, so these grow with the batch. And beyond the ridge of the roofline (chapter 00)
+#   arithmetic is the limit: an H100 does some 295 FLOPs in the time it reads a byte (989 TFLOP/s, 3.35 TB/s), so in
+#   16 bits about 295 rows, if there were only weights.
 # - *The number:* TTFT of a full batch = steps until the first slot is free x step time + own prefill.
 #
 # **"Papers say 23 x or 36.9 x. Will I get that?"**

@@ -219,7 +219,8 @@ check("04.serve", serve)
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Sampled rows became greedy: the choice is still made for the batch. Every row uses one temperature: keep [:, None].
-# Nearly right, wrong on close calls: a small temperature is not 0. NaN: 0 / 0 before it is replaced.
+# Nearly right, wrong on close calls: a small temperature is not 0, and 0 is not a small one. NaN: 0 / 0 before it is
+# replaced.
 # </details>
 
 

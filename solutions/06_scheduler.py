@@ -17,7 +17,8 @@ from minillm.lab import check
 # ## 1. Admission by free blocks (5 minutes)
 #
 # **What.** How many requests, counted from the head of the waiting queue, may start now? Each needs a free slot, and
-# blocks for all its tokens. After each admission `spare` blocks must still be free.
+# blocks for all its tokens. After each admission `spare` blocks must still be free: a fixed number here, where the
+# library keeps `headroom` blocks for each request that runs.
 # **Why.** A request that is let in without room is thrown out again one step later. And a queue that lets small
 # requests past a large head may never serve the large one.
 #

@@ -24,6 +24,7 @@ from minillm.lab import check
 #
 # A key is a `bytes`, `str` or `int` of a size that does not grow with the prompt. Two different prefixes must never
 # share a key because of how the tokens are *written down*; that sha256 itself has no collisions you may assume.
+# (Python's own `hash` passes here as well, for nobody here builds a collision. A server is less lucky: chapter 07.)
 #
 # <details><summary>Hint 1: a nudge</summary>
 # What do you need to know about the tokens before a block, and who knows it already?

@@ -312,6 +312,14 @@ WRONG = {
             "    return (p / noise).argmax(-1)",
             "small temperature",
         ),
+        "0 is a very small temperature": (
+            "def choose(logits, temperatures, noise):\n"
+            "    p = (logits / temperatures.clamp(min=1e-8)[:, None]).softmax(-1)\n"
+            "    return (p / noise).argmax(-1)",
+            "expected",
+        ),
+        "a very small temperature is 0": (("greedy = temperatures == 0", "greedy = temperatures < 0.01"), "only 0 is"),
+        "a small temperature is 0": (("greedy = temperatures == 0", "greedy = temperatures < 0.1"), "expected"),
         "temperature lost": (("(logits / safe[:, None])", "logits"), "lost"),
         "argmin": (("(probabilities / noise).argmax(-1)", "(noise / probabilities).argmax(-1)"), "expected"),
         "other way round": ((WHERE, "return torch.where(greedy, sampled, logits.argmax(-1))"), "expected"),

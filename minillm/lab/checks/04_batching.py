@@ -401,6 +401,7 @@ CHOICES = {
     "a small temperature is not 0: near a tie it still throws dice": lambda lo, t, n: row_by_row(
         lo, t, n, floor=0.01
     ),
+    "only 0 is greedy: a row of a small temperature still throws dice": temperature(lambda t: t * (t >= 0.01)),
     "the temperature of sampled rows is lost": temperature(lambda t: (t > 0).float()),
 }
 
@@ -431,6 +432,12 @@ def choose(rng):
         noise[:close, 2] = noise[:close, 4] * 0.5
         args = (logits, torch.tensor(temperatures), noise)
         call = f"choose(logits, temperatures={temperatures[:6]}{' ...' * (rows > 6)}, noise)"
+        yield Case(args, row_by_row(*args), call=call, dtype=torch.int64)
+    for temperatures in ([0.0, 1e-4, 0.05, 0.0], [0.0, 0.0], [1e-3, 0.02]):  # only 0 is 0
+        logits = rng.tensor(len(temperatures), 9) * 2**-60  # close calls, all of them
+        noise = torch.empty(len(temperatures), 9).exponential_(generator=rng.generator) + 1e-3
+        args = (logits, torch.tensor(temperatures), noise)
+        call = f"choose(logits of about 1e-18, temperatures={temperatures}, noise)"
         yield Case(args, row_by_row(*args), call=call, dtype=torch.int64)
     rows, vocab = 5, 3001
     logits, noise = rng.tensor(rows, vocab), torch.empty(rows, vocab).exponential_(generator=rng.generator) + 1e-3
