@@ -386,8 +386,8 @@ assert continuous.padding_waste == 0
 # The waste is exact. The speed-up is less than the bound: requests arrive over time, and at the end the slots run
 # empty one by one. And dynamic loses to static here, on both counts: its window closes on the first three requests,
 # the fourth and all behind it wait for their longest answer of 38 tokens, and the steps add up to more. A window pays
-# while requests come slowly; under load it makes batches that are not full. Now the whole distributions: TTFT, and the gap between two tokens of a request, inter-token
-# latency (ITL, 词元间延迟).
+# while requests come slowly; under load it makes batches that are not full. Now the whole distributions: TTFT, and
+# the gap between two tokens of a request, inter-token latency (ITL, 词元间延迟).
 
 # %%
 _, axes = plots.figure(1, 2, width=7.4, height=2.9)
@@ -464,7 +464,7 @@ plt.show()
 # | claim | source |
 # |---|---|
 # | 36.9 x FasterTransformer's throughput at the same latency, GPT-3 175B | Yu et al. 2022, Orca (OSDI), abstract |
-# | 23 x the throughput of static batching, with vLLM, so paging (chapter 05) and its kernels are in it | Anyscale 2023, post on continuous batching |
+# | 23 x static batching, with vLLM: paging (05) and kernels are in it | Anyscale 2023, on continuous batching |
 #
 # Ours are the two ratios printed above, for four slots. With enough requests waiting and steps of equal time the
 # bound is the prediction of section 2, `slots x (longest answer of each batch, summed) / all answer tokens`: the

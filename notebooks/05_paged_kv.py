@@ -94,7 +94,7 @@ ax.fill_between(
 ax.fill_between(range(len(rows)), rows[:, 2], color=plots.SKY, label=f"held in blocks of {BLOCK}")
 ax.plot(rows[:, 1], color="black", lw=1.2, label="tokens stored")
 ax.set(xlabel="step", title="KV memory of requests that end with their sentence (tiny)")
-plots.unit_axis(ax.yaxis, "tokens", "slots")
+plots.unit_axis(ax.yaxis, "tokens", "room for")
 ax.legend()
 plt.show()
 reserved, held = rows[:, 0].sum() * CONTEXT, rows[:, 2].sum()
@@ -442,6 +442,8 @@ def random_operations(count, num_blocks=24, size=4, seed=0):
 
     for step in range(count):
         what = rng.choice(("new", "append", "append", "append", "fork", "truncate", "free")) if live else "new"
+        if len(live) == 6 and what in ("new", "fork"):
+            what = "free"  # else the pool would be full all the time, and most operations refused
         table, text = rng.choice(live) if live and what != "new" else (BlockTable(size), [])
         before = pool.free_count, list(table.blocks), table.length
         try:
@@ -475,6 +477,7 @@ def random_operations(count, num_blocks=24, size=4, seed=0):
 
 seen = random_operations(pick(100_000, 5_000))
 print(", ".join(f"{name} {times}" for name, times in sorted(seen.items())))
+assert seen["copied blocks"] > sum(seen.values()) / 50 and seen["refused, nothing changed"] < sum(seen.values()) / 2
 print("no block lost, none freed twice, none shared by accident")
 
 # %% [markdown]
@@ -495,8 +498,10 @@ reveal("05.wasted_slots", held_in_blocks(final, BLOCK).wasted / len(final))
 # The trace of section 2 through memory for 8 contexts, counted step by step: no model, so nothing depends on the
 # machine. Three ways to give room: **context**, a stretch of 512; **known length**, a stretch of exactly what the
 # request will need, which no real engine can know; **blocks** of 16. Who finds no room waits. Averages over the
-# steps in which somebody waits. With blocks nobody knows how long a text gets, so the pool may run dry: then the
-# youngest request gives its blocks back and starts again later (preemption, 抢占, chapter 06).
+# steps in which somebody waits. `Arena` is the library's plain allocator: stretches, the first hole that is large
+# enough. With blocks nobody knows how long a text gets, so the pool may run dry: then the youngest request gives its
+# blocks back and starts again later (preemption, 抢占, chapter 06). To make that rare, a newcomer is let in only if a
+# block stays free for each request that runs already: the **headroom**.
 
 
 # %%
@@ -586,15 +591,18 @@ policies = {
     f"blocks of {BLOCK}": Blocks(slots, BLOCK),
 }
 results = {name: serve(room, trace, slots) for name, room in policies.items()}
-kinds = ["tokens", "reserved, used later", "held, never used (internal)", "free, but a request waits (external)"]
-print(f"{len(trace)} requests, {slots} slots{'':16s}" + "  ".join(f"{k.split(' (')[0]:>22s}" for k in kinds))
-for name, result in results.items():
-    print(f"{name:36s}" + "  ".join(f"{share:22.1%}" for share in result["shares"]))
+kinds = ["tokens", "reserved, used later", "held, never used (internal)", "free in holes (external)", "headroom"]
+shares = {name: [*result["shares"], 0.0] for name, result in results.items()}
+shares[f"blocks of {BLOCK}"][3:] = [0.0, shares[f"blocks of {BLOCK}"][3]]  # all blocks are alike: there are no holes
+print(f"{len(trace)} requests, {slots} slots{'':8s}" + "  ".join(f"{k.split(' (')[0]:>20s}" for k in kinds))
+for name, parts in shares.items():
+    print(f"{name:28s}" + "  ".join(f"{share:20.1%}" for share in parts))
 
 _, ax = plots.figure(width=7.2, height=2.5)
 left = np.zeros(len(results))
-for i, (kind, color) in enumerate(zip(kinds, (plots.BLUE, plots.SKY, plots.ORANGE, plots.MEANING["waiting"]))):
-    part = np.array([result["shares"][i] for result in results.values()]) * 100
+shades = (plots.BLUE, plots.SKY, plots.ORANGE, plots.GREY, plots.MEANING["waiting"])
+for i, (kind, color) in enumerate(zip(kinds, shades)):
+    part = np.array([parts[i] for parts in shares.values()]) * 100
     ax.barh(range(len(results)), part, left=left, color=color, label=kind, height=0.62)
     left += part
 ax.set_yticks(range(len(results)), results)
@@ -605,10 +613,10 @@ ax.figure.legend(loc="outside lower center", ncols=2)
 plt.show()
 
 # %% [markdown]
-# *The blue part is work. With blocks, what is free while a request waits is the head-room kept so that those who
-# run can grow, not fragments: any of it would serve.* vLLM's announcement (June 2023) puts the waste of the systems
-# before it at 60 % to 80 % of KV memory and its own at under 4 %. Those are its figures, for its models and
-# requests; ours stand in the table above.
+# *Dark blue is work. With blocks, what is free while a request waits is headroom, not fragments: any of it would
+# serve. What is held and not yet used is the open end of last blocks, and nearly all of it will be.* vLLM's
+# announcement (June 2023) puts the waste of the systems before it at 60 % to 80 % of KV memory and its own at under 4
+# %. Those are its figures, for its models and requests; ours stand in the table above.
 #
 # Fewer slots wasted is more requests at once, and at a step's fixed cost more requests at once is throughput:
 
@@ -623,7 +631,7 @@ assert results[f"blocks of {BLOCK}"]["running"] > results["known length"]["runni
 
 # %% [markdown]
 # Blocks beat even the allocator that knows the future: it, too, holds room from the first token that is used only
-# at the last. The prediction leaves the head-room out, and the queue's last requests.
+# at the last. The prediction leaves the headroom out, and the queue's last requests.
 #
 # ### The same with the model
 #
@@ -638,7 +646,7 @@ expected, seen = {}, {}
 
 def answer_all(block_size):
     """Run the requests in memory for 4 contexts; note (peak of running requests, steps, preemptions) in `seen`."""
-    # head-room of a block a request is 16 tokens, or a whole context: only where blocks are small does it make sense
+    # headroom of a block a request is 16 tokens, or a whole context: only where blocks are small does it make sense
     engine = make_engine(block_size, 4 * CONTEXT // block_size, max_num_seqs=64, headroom=int(block_size < CONTEXT))
     assert engine.runner.cache.nbytes == 4 * CONTEXT * row_bytes
     each = [SamplingParams(max_tokens=a, temperature=0, ignore_eos=True) for _, a in requests]
@@ -664,7 +672,7 @@ plots.beside(
     ],
     "tokens/s",
     f"{len(requests)} requests in memory for 4 contexts (tiny)",
-).xaxis.set_major_locator(plt.MaxNLocator(5))
+)
 plt.show()
 
 # %% [markdown]
@@ -724,7 +732,7 @@ def log_probability(prompt, answer):
     return logprobs[range(len(answer)), answer].sum().item()
 
 
-start, beam_tokens = words[400:440], pick(24, 16)
+start, beam_tokens = words[1600:1640], pick(24, 16)
 greedy = generate_naive(model, start, beam_tokens)
 searches = {w: beam_search(model, start, w, beam_tokens, length_penalty=0.0) for w in (1, 2, 4, 8)}
 print(f"{'width':>5s}{'ln p of the best':>18s}{'greedy':>9s}{'blocks held':>13s}{'not shared':>12s}{'copied':>8s}")
@@ -768,6 +776,11 @@ plt.show()
 # block, never of the whole text, which is what contiguous rows would copy at each split. The best beam is likelier
 # than greedy's text: greedy cannot take a worse token now for a better one later. The paper saved 37.6 % to 55.2 %
 # of blocks on Alpaca and 44.3 % to 66.3 % on ShareGPT (section 6.3; its figures, not ours).
+#
+# **Paper and product.** The paper is of 2023. vLLM V1 has no forks: a request with n answers becomes n requests,
+# which share the prompt's blocks through the prefix cache (chapter 07), whole blocks only, so that nothing is ever
+# copied on write; and beam search runs outside the engine, on ordinary requests. Sharing by counting is still what
+# both stand on.
 
 # %% [markdown]
 # ### What indirection costs
@@ -779,7 +792,7 @@ plt.show()
 
 # %% tags=["nbval-ignore-output"]
 def decode_ratio(length, batch=8, repeats=11):
-    """Seconds of one paged attention step / one contiguous step, paired."""
+    """Seconds of one paged attention step / one contiguous step, in turn."""
     one, layer = config.with_changes(num_layers=1), LayerInfo(0, config.scale)
     q = torch.randn(batch, 1, config.num_heads, config.head_dim, device=device)
     k, v = torch.randn(2, batch, length, config.num_kv_heads, config.head_dim, device=device)
@@ -802,14 +815,14 @@ def decode_ratio(length, batch=8, repeats=11):
         return paged.attend(layer, q[:, 0], k[:, -1], v[:, -1])
 
     assert torch.allclose(contiguous_step()[:, 0], paged_step(), atol=1e-5)
-    return clock.paired(contiguous_step, paged_step, repeats=repeats).ratio
+    return clock.paired(paged_step, contiguous_step, repeats=repeats).ratio
 
 
 lengths, ratios = pick([64, 256, 1024, 2048], [64, 256, 1024]), []
 for length in lengths:
     ratio = decode_ratio(length)
-    ratios.append(1 / ratio.median)
-    print(f"{length:5d} tokens: the contiguous step takes {ratio} x the time of the paged one")
+    ratios.append(ratio.median)
+    print(f"{length:5d} tokens: the paged step takes {ratio} x the time of the contiguous one")
 plots.beside(
     [
         dict(name=f"{x} tokens", here=y, recorded=recorded("paged.attention_overhead"), prediction=3)
@@ -821,10 +834,11 @@ plots.beside(
 plt.show()
 
 # %% [markdown]
-# *Above 1, paging costs time; the output is the same, asserted.* Attention that waits for arithmetic, or whose keys
-# stay in a cache, stays below the mark. A kernel that reads through the table (chapter 09) has no second copy; the
-# paper's own kernel took 20 % to 26 % longer in attention than FasterTransformer's contiguous one (section 7.1; its
-# figure, not ours). Attention is a part of the step, the batch is all of it: that is why the trade is a good one.
+# *Above 1, paging costs time; the output is the same, asserted.* Where arithmetic sets the time, or K and V fit in
+# the processor's caches, the ratio stays below 3. A kernel that reads through the table (chapter 09) has no second
+# copy; the paper's own kernel took 20 % to 26 % longer in attention than FasterTransformer's contiguous one (section
+# 7.1; its figure, not ours). Attention is a part of the step, the batch is all of it: that is why the trade is a good
+# one.
 
 # %% [markdown]
 # ## 7. Where it backfires: the block size
@@ -883,8 +897,13 @@ for size, waste in zip(sizes, wasted):
         f"{size:10d}{waste:9.1%}{result['running']:9.1f}{result['steps']:7d}{reads[size]:8.2f}x{books[size]:12.2f}x"
     )
 _, axes = plots.figure(1, 2, width=7.6, height=3.0)
-axes[0].plot(sizes, [w * 100 for w in wasted], "o-", color=plots.RED, label="held, no token, %")
-axes[0].plot(sizes, [served[s]["running"] for s in sizes], "s-", color=plots.BLUE, label="requests at once")
+axes[0].plot(sizes, [w * 100 for w in wasted], "o-", color=plots.RED)
+axes[0].set_ylabel("held, no token, %", color=plots.RED)
+at_once = axes[0].twinx()
+at_once.plot(sizes, [served[s]["running"] for s in sizes], "s-", color=plots.BLUE)
+at_once.set_ylabel("requests at once", color=plots.BLUE)
+at_once.set_ylim(0, None)
+at_once.grid(False)
 axes[0].set_title("Large blocks waste memory")
 axes[1].plot(sizes, [reads[s] for s in sizes], "o-", color=plots.GREEN, label="reading / contiguous copy")
 axes[1].plot(sizes, [books[s] for s in sizes], "s-", color=plots.PINK, label="bookkeeping / block size 16")
@@ -894,14 +913,16 @@ for ax in axes:
     ax.set_xscale("log", base=2)
     plots.plain_log_ticks(ax.xaxis, [1, 4, 16, 64, 256])
     ax.set(xlabel="block size, tokens", ylim=(0, None))
-    ax.legend()
+axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# *Left: counted, the same on every machine. Right: this machine.* Up to 16 the left-hand curves have hardly moved;
-# from 16 on the right-hand ones flatten. Engines sit there: vLLM's default is 16 (`CacheConfig` in its
-# documentation). Our own `PagedCache` gathers by slot, so the green curve is what a kernel gains that reads whole
-# blocks.
+# *Left: counted, the same on every machine. Right: this machine.* From 1 to 16 waste grows to 6 % and a sixth of the
+# requests at once is lost; from 16 to 256 nearly all that is left. At 256 as few run as with reservation: a text
+# holds one block or two, and a third is wanted free. Bookkeeping falls fast up to 16 and little after. Engines sit
+# there: vLLM's default is 16 (`CacheConfig` in its documentation). Waste is counted at the end of each text here;
+# section 1 counted it at every step, while texts were shorter, so it found more. Our own `PagedCache` gathers by
+# slot, so the green curve is what a kernel gains that reads whole blocks.
 #
 # And the whole engine, in memory for 4 contexts, at the ends:
 
@@ -914,6 +935,10 @@ for size in pick([1, 256], [1]):
     )
 
 # %% [markdown]
+# The small end hardly shows: this engine gathers by slot whatever the size, and its bookkeeping is microseconds
+# beside a forward. It would show where a kernel reads block by block (chapter 09), or prefix caching hashes them
+# (07).
+#
 # Two more cases in which paging buys nothing: every request as long as the context (nothing is reserved in vain,
 # and the gather is still paid, section 6), and a single request (nobody wants the memory that it leaves).
 
@@ -957,9 +982,10 @@ def draw(ax, step, block_size):
             grid[slot // across, slot % across] = color if place < table.length else 0.75 + 0.25 * color
     ax.imshow(grid, aspect="auto", extent=(0, across, total // across, 0))
     for row in range(total // across):
-        for border in range(0, across + 1, min(block_size, across)):
+        for border in range(0, across + 1, min(block_size, across)):  # a block of 64 fills two rows
             ax.vlines(border, row, row + 1, color="white", lw=1.6)
-        ax.axhline(row, color="white", lw=3)
+        if row * across % block_size == 0:
+            ax.axhline(row, color="white", lw=3)
     ax.set(xticks=[], yticks=[])
     ax.grid(False)
     stored = sum(table.length for table in tables.values())
@@ -999,7 +1025,7 @@ explore(
 # - *20 seconds.* Internal: held and never used; paging leaves less than a block a request. External: free but in
 #   pieces too small; paging leaves none, since all blocks are alike.
 # - *2 minutes.* The table of section 6, row by row. Reserving the context: mostly internal. Knowing the length: no
-#   internal, but holes, and room held for later. Blocks: what is free is head-room. Then what is bought with it:
+#   internal, but holes, and room held for later. Blocks: what is free is headroom. Then what is bought with it:
 #   the running requests below the table.
 # - *Follow-up: why does even the oracle lose?* It holds from the first token what is used at the last.
 # - *The number:* 60 to 80 % of KV memory wasted before, under 4 % after: vLLM's figures, from its announcement.
@@ -1021,7 +1047,10 @@ explore(
 # - *2 minutes.* Both panels of section 7, then the engine at the ends. Say that a block of the whole context is
 #   reservation. On a GPU a kernel must have enough of a block to fill its threads, and prefix caching (chapter 07)
 #   shares whole blocks only, which argues for small.
-# - *Follow-up: how many requests fit?* slots / (average tokens held + (B - 1) / 2), less head-room: section 2.
+# - *Follow-up: how many requests fit?* slots / (average tokens held + (B - 1) / 2), less headroom: section 2.
+# - *Follow-up: and how many blocks does the pool get?* What is left. vLLM runs one forward of the largest step it may
+#   meet and notes the peak; of the share of the card that `gpu_memory_utilization` names it takes off weights and
+#   that peak, and divides by the bytes of a block in all layers. Chapter 03 does the same by formula.
 # - *The number:* 16 tokens; for LLaMA-7B in 16 bits 8 MiB a block, by the formula of section 2.
 
 # %%

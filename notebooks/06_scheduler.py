@@ -134,9 +134,9 @@ usual = np.median([s for s, n in whole.steps if n == R])
 print(f"a decode step takes {units.show(usual, 's')}; the step with the prompt {whole.worst / usual:.1f} x as long")
 
 # %% [markdown]
-# *Every dot is one token of one stream. One row of dots hangs above the others: in that step each stream waited for
-# the newcomer's whole prompt.* The median gap does not show it; the worst one is what a user remembers, and it grows
-# with the longest prompt that anybody sends. This is head-of-line blocking (队头阻塞) by a stranger.
+# *Every dot is one token of one stream. Six of them hang, on one spot, above all others: in that step each stream
+# waited for the newcomer's whole prompt.* The median gap does not show it; the worst one is what a user remembers,
+# and it grows with the longest prompt that anybody sends. This is head-of-line blocking (队头阻塞) by a stranger.
 
 # %% [markdown]
 # ## 2. Predict
@@ -148,6 +148,9 @@ print(f"a decode step takes {units.show(usual, 's')}; the step with the prompt {
 # - *steps to prefill:* n = ceil(P / (B - R));
 # - *worst gap:* a + b B, whatever P is;
 # - *TTFT:* n steps, that is n a + b (P + n R): later than in one forward, by (n - 1)(a + b R).
+#
+# (b is the price of a token with a short past. A token also attends to all before it; what that adds to a prompt of
+# 30,000 tokens is counted in section 7.)
 #
 # And two that need no clock:
 # - *a swapped victim:* L tokens in blocks of S are moved out and back, so 2 x ceil(L / S) x S x bytes a token;
@@ -373,6 +376,8 @@ print(inspect.getsource(Scheduler._continue))
 # | `_make_way` | an urgent request that waits takes the place of less urgent ones that run |
 # | `headroom` blocks kept free at admission | a request admitted into the last block is preempted a step later |
 # | `preemption="swap"`, `victim=` | another price for the same room; another choice of who pays |
+# | `prefill_first` | prompts before decodes: a shorter TTFT, and gaps for those who stream (the policy table below) |
+# | tokens that a draft proposes (chapter 16) | they need budget and room like any others |
 # | real block tables, shared by counting | prefix hits and `n > 1` share blocks; a shared block is not free yet |
 # | a `Batch` of plans and block copies | it is data: the runner computes it, a test checks it, a figure draws it |
 #
@@ -467,6 +472,17 @@ print("all equal to the naive loop, token for token")
 # %% [markdown]
 # Read down "tokens computed": recomputing adds to it, swapping does not (unless the host is full: then it falls
 # back to recomputing).
+#
+# **Paper and product.** The paper on PagedAttention is of 2023. What vLLM's documentation says since (its pages on
+# tuning and on V1, read in 2026):
+#
+# | | paper, and vLLM V0 | vLLM V1 |
+# |---|---|---|
+# | a step | prompts first, on their own (chunks were an option) | one budget; decodes first, then chunks |
+# | a request in it | in its prefill or its decode phase | a number of tokens to compute, as in section 4 |
+# | preemption | recompute, or swap for several answers to one prompt | recompute; swapping was taken out |
+#
+# SGLang mixes chunks with decodes where `enable_mixed_chunk` is set.
 
 # %% [markdown]
 # ## 6. Measure it
@@ -483,6 +499,7 @@ for _ in range(pick(2 if real else 5, 2)):
 whole, chunked = pairs[-1]
 
 figure, axes = plots.figure(1, 2, width=7.2, height=3.0)
+axes[1].sharex(axes[0])
 draw_gaps(axes[0], whole, plots.MEANING["naive"], "")
 axes[0].set_title("one forward a prompt")
 draw_gaps(axes[1], chunked, plots.MEANING["technique"], "")
@@ -505,9 +522,10 @@ assert len(chunked.chunks) == n and max(t for _, t in chunked.steps) <= B
 
 # %% [markdown]
 # *The figure to draw in an interview. Left: one tall gap, as high as the prompt is long. Right: a plateau at the
-# height of the budget (orange: predicted), as wide as the prefill takes. Dotted: the newcomer's first token, which
-# comes later.* Chunking does not make anything faster. It takes the newcomer's cost, spreads it, and bounds what a
-# stream can feel by something that the operator sets instead of something that a stranger sends.
+# height of the budget (orange: predicted), as wide as the prefill takes. Dotted: the newcomer's first token.* By the
+# formula it comes (n - 1)(a + b R) later; with few, large chunks that is within what a busy machine scatters, and
+# section 7 shows where it is not. Chunking does not make anything faster. It takes the newcomer's cost, spreads it,
+# and bounds what a stream can feel by something that the operator sets instead of something that a stranger sends.
 
 # %% tags=["nbval-ignore-output"]
 plots.beside(
@@ -560,9 +578,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# *From right to left: the gap falls with the budget, until the fixed cost of a step is all that is left of it; the
-# TTFT rises, and its rise has no end.* The corner between them is where to stand. On a GPU it lies near the ridge
-# of the roofline (屋顶线, chapter 00): up to there more tokens in a step are almost free.
+# *From right to left: the gap falls with the budget, until the fixed cost of a step is all that is left of it (a
+# worst gap is also the largest of ever more steps, so noise lifts the left end); the TTFT rises with the number of
+# steps, up to a token a step at a budget of R + 1.* The corner between them is where to stand. On a GPU it lies near
+# the ridge of the roofline (屋顶线, chapter 00): up to there more tokens in a step are almost free.
 #
 # ### Swap against recompute
 #
@@ -664,17 +683,21 @@ for load, marker, color in ((1, "o", BLUE), (2, "s", plots.ORANGE)):
 ax.set(xlabel="ageing: steps of waiting worth one level", ylabel="steps waited", title="Priority 3 among priority 0")
 ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
-assert waits[1] == [3 * g for g in ageings] and never == {1: most - 10, 2: 2 * most - 10}
+assert waits[1] == [3 * g for g in ageings] and waits[2] == [10 + 2 * 3 * g for g in ageings]
+assert never == {1: most - 10, 2: 2 * most - 10}
 
 # %% [markdown]
-# *With ageing (老化) the wait is 3 x ageing, times the load if the server is overloaded: bounded. Without, it lasts
-# as long as the others keep coming: the dashed lines are where this trace ends.* All who wait gain at the same
-# rate, so their order never changes, and a heap can keep it without being sorted again.
+# *With ageing (老化) the wait is bounded: 3 x ageing x load, and what stood in the queue when it came (10 urgent ones
+# at load 2, for ten steps had brought two each). Without, it lasts as long as the others keep coming: the dashed
+# lines are where this trace ends.* All who wait gain at the same rate, so their order never changes, and a heap can
+# keep it without being sorted again.
 #
 # What if the slots are taken already, by requests that are less urgent? Then the urgent one would wait for the
-# longest of their answers. So it takes the place of the least urgent, if that one is of a lower level *and* has the
-# larger key: a request that has waited its ageing is not pushed out again, and nobody is pushed out by the one it
-# pushed out. Two slots, long answers of level 2, and at step 4 an urgent prompt:
+# longest of their answers. So it takes the place of the least urgent. Two conditions: that one is of a lower level,
+# so nobody is pushed out by the one that it pushed out; and it has the larger key, so a request that has waited its
+# ageing is safe from those who come later. With `ageing=10`, one of level 2 that came at step 0 has the key 20: it
+# gives way to an urgent one of step 19, not to one of step 21. Two slots, long answers of level 2, and at step 4 an
+# urgent prompt:
 
 
 # %%
@@ -755,6 +778,24 @@ for size in budgets:
 # prompt is very long, then not. The last two columns are the trade: the worst gap stops falling once the fixed cost
 # is most of a step, while the TTFT goes on rising with the number of steps.
 #
+# **Prompts too long.** A token attends to all before it, so the last chunks of a long prompt cost more than the
+# first, and the streams feel it. FLOPs of one token, by formula: linears `2 x their parameters`, attention `4 x
+# hidden size x layers x tokens before it`.
+
+# %%
+shape = known_shape("llama-7b")
+linears = 2 * (6.7e9 - shape.vocab_size * shape.hidden_size)  # the embedding is a look-up
+print("LLaMA-7B      linears   attention   a chunk costs, x the first")
+for position in (512, 4096, 30_000, 128_000):
+    attending = 4 * shape.hidden_size * shape.num_layers * position
+    growth = (linears + attending) / linears
+    print(f"token {position:7,d} {linears / 1e9:6.1f} {attending / 1e9:10.1f} GFLOP {growth:17.2f}")
+
+# %% [markdown]
+# So `a + b B` bounds the gap for prompts of some thousand tokens. At 30,000 the same chunk takes more than twice as
+# long, and an engine that must keep an ITL there makes its chunks smaller as it gets deeper, or prefills elsewhere
+# (chapter 30).
+#
 # **Thrashing (抖动).** Admission that looks only at the blocks a request needs *now*, with many slots and long
 # answers: everyone is let in, all grow, and all day long somebody is thrown out to make room for somebody who will
 # be thrown out. Twelve requests, prompts of 16, answers of 48; a pool for two and a half of them. By counts:
@@ -776,8 +817,8 @@ figure, axes = plots.figure(1, 2, width=7.2, height=2.8)
 for (headroom, values), marker in zip(waste.items(), "os^"):
     axes[0].plot(slots, values, marker + "-", label=f"headroom {headroom}")
     axes[1].plot(slots, forwards[headroom], marker + "-", label=f"headroom {headroom}")
-axes[0].set(xlabel="max_num_seqs", title="tokens computed / needed", ylim=(0.95, None))
-axes[1].set(xlabel="max_num_seqs", title="forwards", ylim=(0, None))
+axes[0].set(xlabel="max_num_seqs", ylabel="tokens computed / needed", title="Work done twice", ylim=(0.95, None))
+axes[1].set(xlabel="max_num_seqs", ylabel="forwards", title="Steps for all requests", ylim=(0, None))
 axes[0].legend()
 plt.show()
 assert waste[0][0] == 1.0 and waste[0][-1] > waste[6][-1]
@@ -793,7 +834,7 @@ SETTINGS = {"2 slots": (2, 0), "12 slots": (12, 0), "12 slots, headroom 6": (12,
 
 
 def run_overcommitted(slots, headroom):
-    """Seconds, tokens computed, preemptions, longest gap between two tokens of an answer."""
+    """Seconds, tokens computed, preemptions, longest gap between two tokens of an answer, median TTFT."""
     new, pool = pick(48, 24), pick(40, 25)
     options = dict(block_size=4, num_blocks=pool, max_num_seqs=slots, headroom=headroom, keep_log=True)
     engine = Engine(tiny, EngineOptions(max_num_batched_tokens=64, **options), eos_ids=())
@@ -802,25 +843,33 @@ def run_overcommitted(slots, headroom):
     while engine.has_work:
         engine.step()
     log, took = engine.scheduler.log, time.perf_counter() - start
-    return took, sum(s.tokens for s in log), sum(len(s.preempted) for s in log), max(
-        np.diff(group.requests[0].answer.token_times).max() for group in groups
-    )  # fmt: skip
+    times = [group.requests[0].answer.token_times for group in groups]
+    first = np.median([when[0] - start for when in times])
+    return (
+        took,
+        sum(s.tokens for s in log),
+        sum(len(s.preempted) for s in log),
+        max(np.diff(when).max() for when in times),
+        first,
+    )
 
 
 runs = {key: [] for key in SETTINGS}
 for _ in range(pick(3, 1)):
     for key, setting in SETTINGS.items():
         runs[key].append(run_overcommitted(*setting))
-print(f"{'setting':22s} tokens computed  preempted   time, x 2 slots   longest gap in an answer, x 2 slots")
+print(f"{'setting':22s} tokens computed  preempted   x 2 slots: time   longest gap in an answer   median TTFT")
 for key, found in runs.items():
-    took, gaps = [float(np.median([x[i] / y[i] for x, y in zip(found, runs["2 slots"])])) for i in (0, 3)]
-    print(f"{key:22s} {found[0][1]:15d} {found[0][2]:10d} {took:17.2f} {gaps:25.1f}")
+    took, gaps, ttft = [float(np.median([x[i] / y[i] for x, y in zip(found, runs["2 slots"])])) for i in (0, 3, 4)]
+    print(f"{key:22s} {found[0][1]:15d} {found[0][2]:10d} {took:17.2f} {gaps:26.1f} {ttft:13.2f}")
 
 # %% [markdown]
-# The last column is where thrashing shows first: an answer that was begun stops in the middle, for as long as it
-# takes to get blocks again. Total time may even fall, because a batch of more is cheap on this machine; goodput
-# under an ITL target does not care about totals. The signal to watch in production is preemptions per second: zero
-# is healthy, a steady trickle means too many slots or too little headroom.
+# The gap is where thrashing shows first: an answer that was begun stops in the middle, for as long as it takes to
+# get blocks again. Total time may even fall, because a batch of more is cheap on this machine, and so may the TTFT:
+# with two slots the others wait outside, unbegun. Goodput under an ITL target does not care about either. The signal
+# to watch in production is preemptions per second: zero is healthy, a steady trickle means too many slots or too
+# little headroom. (SGLang estimates instead: it reserves a share of each request's `max_new_tokens`, the
+# `new_token_ratio`, lets it sink while all goes well, and raises it when it has to take a request back.)
 
 # %% [markdown]
 # ## 8. Play
@@ -892,13 +941,16 @@ explore(
 # **"What is chunked prefill, and whom does it help?"**
 # - *20 seconds.* A step has a token budget. Decodes take one each, a prompt gets what is left, over as many steps
 #   as it needs. It helps those who are streaming: their worst gap is bounded by the budget and not by a stranger's
-#   prompt. The newcomer waits a little longer.
+#   prompt. The newcomer waits n - 1 step costs longer.
 # - *2 minutes.* Draw section 3, then the figure of section 6: one tall gap against a plateau. Decode reads all
 #   weights for a few tokens, so it leaves arithmetic unused; chunk tokens fill it. n = ceil(P / (B - R)) steps, gap
-#   a + b B, TTFT n a + b (P + n R). Only the last chunk samples. Same tokens: section 5.
+#   a + b B, TTFT n a + b (P + n R). Only the last chunk samples. Same tokens: section 5. At 30,000 tokens add what
+#   attention costs: it more than doubles a 7B model's chunk (section 7).
 # - *Follow-up: how do you choose the budget?* From the ITL target: B = (target - a) / b; not below the point where
 #   a step's fixed cost dominates (section 7), on a GPU not below the ridge. *Follow-up: and without decodes
 #   running?* Then chunks help nobody; use the largest budget.
+# - *Follow-up: who goes first in a step, prompts or decodes?* Prompts first gives the best TTFT and stalls those who
+#   stream: vLLM's old default. With a budget, decodes go first, one token each, and prompts fill the rest.
 # - *The number:* ceil(P / (B - R)) steps.
 #
 # **"KV memory is full. What now?"**
@@ -918,11 +970,11 @@ explore(
 #   room, and being too large to run at all. Ageing, a head of the queue that is never skipped, and a refusal at
 #   once.
 # - *2 minutes.* The key `priority x ageing + arrival` does not change while one waits, so a heap keeps it. The wait
-#   is bounded by priority x ageing x load (section 6). The price of not skipping the head is an idle slot now and
-#   then (D in section 4).
+#   is bounded by priority x ageing x load plus the queue it met (section 6). The price of not skipping the head is an
+#   idle slot now and then (D in section 4).
 # - *Follow-up: too large, how is it counted?* Prompt + limit - 1 tokens in whole blocks: the last token is never
 #   fed back.
-# - *The number:* p x g steps.
+# - *The number:* p x g x load steps, plus the queue it met.
 #
 # **"Your server slows down with more concurrency. Why?"**
 # - *20 seconds.* Look at preemptions first: overcommitted KV memory computes tokens twice (section 7).

@@ -51,12 +51,12 @@ print(f"model: tiny, on {model.device}, {torch.get_num_threads()} CPU threads; b
 # ## 1. The waste, measured
 #
 # Real prompts repeat themselves. Three kinds of traffic, generated here; each request goes on from the prompt *and
-# the answer* of its parent, so that the traces are as long as the conversation that the model really had.
+# the answer* of its parent: the prompt of a later turn contains what the model really said before.
 #
 # | trace | shape | what repeats |
 # |---|---|---|
 # | chat (多轮对话) | users x turns, one system prompt (系统提示词) | the system prompt; each user's whole history |
-# | few-shot (少样本) | many questions about one document | the document |
+# | few-shot (少样本) | many questions behind one set of examples, or about one document | all but the question |
 # | agent (智能体) | a tree: each call goes on in several ways | tool descriptions; every path down to a fork |
 
 
@@ -208,8 +208,8 @@ print(f"chat, no prefix cache: TTFT of the last turn is {last / first:.2f} x tha
 # - found of it: `S + i (q + a)`, since all but the new question was computed; for the very first request nothing
 # - hit rate (命中率) = found / sent, summed over all requests
 #
-# Time to first token (首词元延迟) of a long prompt follows a line, `A + B x computed tokens`: measured at two
-# lengths without a cache, it predicts the warm one, where only what is not stored is computed.
+# Time to first token (首词元延迟) of a long prompt follows a line, `A + B x computed tokens`: measured without a
+# cache at two lengths, that of the whole prompt and that of what a hit leaves, it predicts the warm one.
 #
 # The last one is a guess. Users come back in turns, each to a context of their own. If the pool holds *three
 # quarters* of what they come back for, how much of the hit rate survives? Three quarters is what most people write
@@ -235,11 +235,11 @@ def first_token(engine, prompt):
     return engine.completions(group)[0].metrics.ttft
 
 
-bare = make_engine("off", big, num_blocks=64)
-short_long = {n: np.median([first_token(bare, ids[:n]) for _ in range(pick(4, 3))][1:]) for n in (L // 8, L)}
-B = (short_long[L] - short_long[L // 8]) / (L - L // 8)
-A = short_long[L] - B * L
 left = L + 8 - L // SIZE * SIZE  # tokens that a hit on L leaves of a prompt of L + 8
+bare = make_engine("off", big, num_blocks=64)
+short_long = {n: np.median([first_token(bare, ids[:n]) for _ in range(pick(6, 3))][1:]) for n in (left, L)}
+B = (short_long[L] - short_long[left]) / (L - left)
+A = short_long[L] - B * L
 predict("07.ttft_ratio", max(A + B * left, 0.0) / (A + B * (L + 8)))
 print(f"{big_name}: TTFT = {units.show(A, 's')} + {units.show(B, 's')} x computed tokens; a hit leaves {left}")
 predict("07.storm_hits_kept", 0.75)
@@ -379,7 +379,7 @@ plt.show()
 # %% [markdown]
 # ## 4. Build it
 #
-# The block pool asks an index six questions (`PrefixIndex` in `minillm.cache.block_pool`). Here is one in 40 lines.
+# The block pool asks an index seven questions (`PrefixIndex` in `minillm.cache.block_pool`). Here is one in 40 lines.
 # Four details carry the weight:
 # - **the parent's key is in the key**: otherwise the same words after other words would match;
 # - **the tokens are compared on a hit**: a hash proposes, the comparison decides;
@@ -556,9 +556,10 @@ for i in wrong[:1]:
     print(repr(tokenizer.decode(plain.outputs[i])), "became", repr(tokenizer.decode(believed.outputs[i])))
 
 # %% [markdown]
-# Nothing crashes: the answers are fluent and belong to another prompt. With sha256 accidents do not happen, but
-# weaker and faster hashes are in use, some of them open to a caller who *builds* a collision. The comparison costs
-# one look at tokens that are at hand.
+# Nothing crashes: the answers are fluent and belong to another prompt. With sha256 accidents do not happen. But vLLM,
+# which does not compare tokens, long used Python's own `hash`, whose collisions a caller could *build* once its start
+# value was known (CVE-2025-25183, February 2025); its default is sha256 since. The comparison here costs one look at
+# tokens that are at hand.
 
 # %% [markdown]
 # ## 6. Measure it
@@ -594,6 +595,7 @@ for k, (label, color) in enumerate(
     axes[1].bar(places, [b[k] for b in bars.values()], 0.25, color=color, label=label)
 axes[1].set_xticks(range(len(bars)), bars)
 axes[1].set(ylabel="share of prompt tokens", ylim=(0, 1.25), title="Hit rate, cold start")
+axes[1].set_yticks(np.linspace(0, 1, 6))
 axes[1].legend(ncols=3, loc="upper center")
 axes[1].grid(False, axis="x")
 plt.show()
@@ -647,9 +649,10 @@ plots.beside(
 plt.show()
 
 # %% [markdown]
-# *Orange: the line of section 2. Red: the new tokens' share of it alone, the least a hit can cost.* What stands
-# between red and the bar is the floor of a step: weights are read once, however few tokens are new. So the ratio
-# falls with the length of the prompt, and a hit on a short one saves little.
+# *Orange: the line of section 2. Red: B x the new tokens, without A, the least a hit can cost.* A stands between
+# red and orange: the floor of a step, in which weights are read once, however few tokens are new. What the bar has
+# beyond orange is the look-up, and attention to all that was found. So the ratio falls with the length of the prompt,
+# and a hit on a short one saves little.
 #
 # ### Throughput
 #
@@ -674,6 +677,7 @@ plots.bars(
     "x",
     f"Throughput with a cold prefix cache / without ({NEW} new tokens, tiny)",
     colors=[plots.MEANING["technique"] if kind == "hash" else plots.GREEN for _, kind in gain],
+    better="more",
 )
 plt.axvline(1.0, color=plots.GREY, lw=1, ls=":")
 plt.show()
@@ -689,7 +693,7 @@ plt.show()
 #
 # ### A burst misses together
 #
-# A block can be found once it has been *computed*. Requests of the same step cannot help each other:
+# In this library a block can be found once it has been *computed*. Requests of the same step cannot help each other:
 
 # %%
 burst = TRACES["few-shot"][:6]
@@ -702,6 +706,10 @@ assert sum(served.cached) < sum(one_by_one.cached) and served.outputs == one_by_
 # %% [markdown]
 # The first step had a budget of 512 tokens and took in all prompts that it had room for, all of them cold. After a
 # restart, send one request with the system prompt first ("warm the cache"), then open the door.
+#
+# It need not be so: vLLM V1 and nano-vllm enter a block when it is *allocated*, so that the second request of a step
+# may share it; each layer writes K and V before attention reads them. The price is care: a step that fails must take
+# its entries back, or the index promises what was never written.
 #
 # ### The order of the queue
 #
@@ -733,9 +741,10 @@ assert len({str(r.outputs) for r in results.values()}) == 1
 assert all(results[k, "cache-aware"].hit_rate > results[k, "first come"].hit_rate for k in ("hash", "radix"))
 
 # %% [markdown]
-# Same answers, other order, same pool. The SGLang paper shows that depth-first order over the tree is optimal for a
-# batch that is known in advance, and that longest-prefix-first comes close (96 % of optimal on average in its
-# tests). The price is fairness, hence `patience` in `EngineOptions`.
+# Same answers, other order, same pool. The SGLang paper proves that a depth-first order over the tree is optimal for
+# a batch that is known in advance, given room for its longest request, and that longest-shared-prefix-first is such
+# an order; served online, its hit rates were 96 % of optimal on average. The price is fairness, hence `patience` in
+# `EngineOptions`.
 
 # %% [markdown]
 # ## 7. Where it backfires
@@ -871,7 +880,8 @@ for label, (rate, evicted) in seen.items():
 # %% [markdown]
 # What to do about a storm: a larger pool (fewer bits, chapter 14), a second tier in host memory, cache-aware order,
 # fewer users per replica (route a user to the replica that holds their prefix), or admission control. And watch
-# evictions a request, not only the hit rate: they rise first.
+# evictions a request beside the hit rate: few hits without evictions is traffic that shares nothing; with them, a
+# pool that is too small.
 
 # %% [markdown]
 # ## 8. Play
@@ -934,7 +944,12 @@ explore(
 # - *2 minutes.* A time stamp at the top of the prompt gives a hit rate of 0 (section 7). A burst after a restart
 #   misses together (section 6). Below the working set LRU falls off a cliff: users in turns always ask for what was
 #   just evicted. Cost without hits: hashing, a vanishing share of prefill.
-# - *Follow-up: how would you see a storm coming?* Evictions a request, and the age of what is evicted.
+# - *Follow-up: the chat history is the same, and still the last turn misses. Why?* What comes back is text. If the
+#   client sends the answer as a string, tokenising it again may cut it elsewhere; if the template strips the
+#   reasoning of earlier turns, the prefix ends where the first of them stood. And with several replicas the router
+#   must know who holds what.
+# - *Follow-up: few hits: how do you tell a storm from traffic that shares nothing?* By evictions a request, and by
+#   the age of what is evicted.
 # - *The number:* working set = shared prefix + users x what is their own; stay above it.
 #
 # **"Is it safe to share a cache between customers?"**

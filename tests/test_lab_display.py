@@ -90,7 +90,10 @@ def test_every_figure_is_white_and_small(tmp_path, monkeypatch):
     plots.timeline({f"request {i}": [(i, i + 1, "prefill"), (i + 1, i + 4, "decode")] for i in range(8)})
     plots.roofline({"decode": (0.5, 1e9), "prefill": (90, 5e10)}, 1e11, 1e10)
     row = {"name": "decode", "here": 1e9, "recorded": recorded("x"), "prediction": 1.1e9, "ceiling": 2e9}
-    plots.beside([row, {"name": "prefill", "here": 2e9}], "B/s")
+    both = plots.beside([row, {"name": "prefill", "here": 2e9}], "B/s")
+    alone = plots.beside([{"name": "decode", "here": 1e9}], "B/s")
+    assert [t.get_text() for t in both.get_legend().get_texts()] == ["here", "recorded GPU", "prediction", "ceiling"]
+    assert [t.get_text() for t in alone.get_legend().get_texts()] == ["here"]  # names only what is drawn
     plots.beside([row], "B/s", log=True)
     for number in plt.get_fignums():
         buffer = io.BytesIO()
@@ -113,6 +116,13 @@ def test_explore_draws_the_static_figures_and_reacts_to_its_slider(monkeypatch):
     assert slider.continuous_update is False
     slider.value = 5
     assert drawn[-1] == (5, "a")
+    plt.close("all")
+
+
+def test_static_figures_keep_what_they_say_themselves():
+    explore(lambda ax, n: ax.set_title(f"{n} squared is {n * n}"), n=(1, 9, 2), static=[{"n": 3}])
+    titles = [ax.get_title() for number in plt.get_fignums() for ax in plt.figure(number).axes]
+    assert titles[0] == "n 3\n3 squared is 9"
     plt.close("all")
 
 

@@ -195,11 +195,16 @@ def beside(rows: list[dict], unit: str, title: str = "", ax=None, log: bool = Fa
     ax.grid(False, axis="y")
     if log:
         ax.set_xscale("log")
+    else:
+        ax.xaxis.set_major_locator(plt.MaxNLocator(5))  # "1,000 tokens/s" is a wide tick
     ax.set_xlim(right=max(numbers) * (6 if log else 1.25))
     unit_axis(ax.xaxis, unit, "")
-    names = {"technique": "here", "recorded": "recorded GPU", "prediction": "prediction", "ceiling": "ceiling"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=MEANING[key]) for key in names]
-    ax.legend(handles, names.values(), loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
+    names = {"technique": "here", "recorded": "recorded GPU", "prediction": "prediction"}
+    names["ceiling"] = "least possible" if unit == "s" else "ceiling"  # a bound on times lies below them
+    shown = {"technique", *(key for row in rows for key in names if key in row and (key == "recorded" or row[key]))}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=MEANING[key]) for key in names if key in shown]
+    labels = [name for key, name in names.items() if key in shown]
+    ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
     ax.set_title(title)
     return ax
 

@@ -6,6 +6,7 @@
 All chapters ("Play").
 """
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,9 @@ def explore(
         _, axes = plots.figure(1, len(static), height=min(height, 2.8))
         for ax, setting in zip([axes] if len(static) == 1 else axes, static):
             draw(ax, **{**start, **setting})
-            ax.set_title(", ".join(f"{label(key)} {value}" for key, value in setting.items()), fontsize=8)
+            settings = ", ".join(f"{label(key)} {value}" for key, value in setting.items())
+            told = textwrap.fill(ax.get_title(), 84 // len(static))  # what the figure itself has to say
+            ax.set_title(f"{settings}\n{told}" if told else settings, fontsize=7.5)
         plt.show()
 
     def redraw(**values):
