@@ -5,6 +5,8 @@ import inspect
 import linecache
 import math
 import time
+from collections import deque
+from decimal import Decimal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from minillm.lab import check as check_function
 from minillm.lab.check import Case, CheckFailed, Drive, Faster, Hint, NotStarted, Value, examine, find, register
 from minillm.lab.compare import describe, mismatch
+from minillm.lab.estimates import estimates
 
 
 def given(x):
@@ -53,6 +56,10 @@ def tasks():
     def pair(rng):
         for factor in (0, 2):
             yield Case(((torch.ones(2), torch.ones(1)), factor), 3.0 * factor)
+
+    @register("98.figures", title="Estimates")
+    def figures(rng):
+        yield from estimates("figures", {"steps": (56, 0, {57: "one too many"}), "bytes": (7 * 1024, {})})
 
     @register("98.count", title="Count", points=2, limit_s=0.5)
     def count(rng):
@@ -278,6 +285,29 @@ def test_estimates_pass_within_the_tolerance(answer):
 @pytest.mark.parametrize("answer", [17.6e9, 16.0, -17.2e9, math.nan, math.inf, True, "17.2e9", [17.2e9, 1], 17.2e9j])
 def test_estimates_fail_outside_it(answer):
     assert examine("98.gb", answer).status == "failed"
+
+
+@pytest.mark.parametrize("steps", [1, 0.1, 14, 28, 560, 58])
+def test_no_message_gives_an_estimate_away(steps):
+    message = examine("98.figures", lambda: {"steps": steps, "bytes": 7 * 1024}).message
+    assert "not the number" in message
+    assert "likely" not in message  # a ratio would be the number
+
+
+def test_an_estimate_is_told_its_named_mistakes():
+    assert "one too many" in examine("98.figures", lambda: {"steps": 57, "bytes": 7 * 1024}).message
+    message = examine("98.figures", lambda: {"steps": 56, "bytes": 7}).message
+    assert "likely" not in message  # 1/1024 is nobody's factor
+    assert "1024 against 1" in examine("98.figures", lambda: {"steps": 56, "bytes": 7 * 1024**2}).message
+
+
+def test_what_holds_the_right_numbers_is_a_list_of_them():
+    ways = [[1, 2], (n for n in (1, 2)), {"a": 1, "b": 2}.values(), {1: 0, 2: 0}.keys(), deque([1, 2])]
+    assert [mismatch(way, [1, 2]) for way in ways] == [None] * len(ways)
+    assert mismatch(deque([1]), [1, 2])
+    assert mismatch(Decimal("0.5"), 0.5) is None
+    assert mismatch(Decimal("NaN"), 0.5)
+    assert mismatch(Decimal("sNaN"), 0.5)
 
 
 def test_speed_counts_only_after_correctness():

@@ -45,6 +45,7 @@ class Case:
     hints: list[Hint] = field(default_factory=list)
     run: Callable[[Any], Any] | None = None  # (answer) -> got, in place of the call
     is_value: bool = False
+    secret: bool = False  # an estimate: neither message nor hint may give the number away
     faster_than: Callable | None = None
     factor: float = 1.0
     pairs: int = 7

@@ -7,7 +7,9 @@ would only broadcast is a wrong shape, and True is not 1. All chapters.
 import math
 import numbers
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, MappingView
+from decimal import Decimal
 from typing import Any
 
 RTOL, ATOL = 1e-4, 1e-5  # float32 answers against float64 oracles; ATOL is relative to the largest expected value
@@ -15,7 +17,7 @@ RTOL, ATOL = 1e-4, 1e-5  # float32 answers against float64 oracles; ATOL is rela
 
 def mismatch(got: Any, expected: Any, rtol=None, atol=None, dtype=None, where: str = "") -> str | None:
     """None where `got` is right; else one line. `rtol`, `atol`: for floats; `dtype`: demanded exactly if given."""
-    if isinstance(got, Iterator):
+    if isinstance(got, Iterator | MappingView | deque):
         got = list(got)
     if is_array(expected):
         return _tensor(got, expected, rtol, atol, dtype, where)
@@ -42,8 +44,10 @@ def as_number(value: Any) -> float | int | None:
         if math.prod(value.shape) != 1:
             return None
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
         return None
+    if isinstance(value, Decimal) and value.is_snan():
+        return math.nan
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

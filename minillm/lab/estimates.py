@@ -29,6 +29,7 @@ def estimates(name: str, table: Mapping[str, tuple], rtol: float = 0.01) -> Iter
             expected,
             f"{name}()[{key!r}]",
             compare=within(key, tolerance),
+            secret=True,
             hints=[Hint(text, when=near(value, max(tolerance / 2, 0.002))) for value, text in named.items()],
         )
 

@@ -80,7 +80,7 @@ def examine_cases(task, answer: Any) -> Result:
         mine = raiser in codes_of(answer)
         return Result("not started", 0, total, unwritten="" if mine else raiser.co_name)
     detail = [case.call if case.is_value else show_call(case, answer), problem]
-    hint = likely_mistake(task, failures) or generic_hint(got, case.expected)
+    hint = likely_mistake(task, failures) or generic_hint(got, case.expected, case.secret)
     return Result("failed", passed, total, detail, hint)
 
 

@@ -3,6 +3,7 @@ constant factor, NaN. Used where no hint of the task's own fits. All chapters.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from minillm.lab.compare import as_number, is_array, tensor_of
@@ -23,8 +24,8 @@ FACTORS = {
 }
 
 
-def generic_hint(got: Any, expected: Any) -> str:
-    """A likely mistake, or an empty text."""
+def generic_hint(got: Any, expected: Any, secret: bool = False) -> str:
+    """A likely mistake, or an empty text. secret: no ratio, from which the expected number could be read off."""
     if isinstance(got, BaseException) or expected is None:
         return ""
     if got is None:
@@ -33,7 +34,14 @@ def generic_hint(got: Any, expected: Any) -> str:
         got = tensor_of(got) if is_array(got) else None
         return "" if got is None else _tensor_hint(got, tensor_of(expected))
     one, other = as_number(got), as_number(expected)
-    return "" if one is None or not other else _ratio_hint(one / other, "your value is")
+    if one is None or not other:
+        return ""
+    return next(factors(one / other), "") if secret else _ratio_hint(one / other, "your value is")
+
+
+def factors(ratio: float) -> Iterator[str]:
+    """The mistake that has this factor, if one has."""
+    return (text for factor, text in FACTORS.items() if math.isclose(ratio, factor, rel_tol=1e-3))
 
 
 def _tensor_hint(got, expected) -> str:
@@ -71,9 +79,8 @@ def _ratio_hint(ratio: float, subject: str) -> str:
         return ""
     if ratio < 0 and abs(ratio + 1) < 1e-3:
         return f"{subject} the negative of the expected one"
-    for factor, text in FACTORS.items():
-        if math.isclose(ratio, factor, rel_tol=1e-3):
-            return f"{subject} {ratio:.4g} x the expected one: {text}"
+    for text in factors(ratio):
+        return f"{subject} {ratio:.4g} x the expected one: {text}"
     whole = ratio if ratio > 1 else 1 / ratio
     if abs(whole - round(whole)) < 1e-3 * whole and whole < 1e4:
         way = "too large" if ratio > 1 else "too small"
