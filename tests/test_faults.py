@@ -5,6 +5,7 @@ import torch
 from test_same_tokens import model_of
 
 from minillm import LLM
+from minillm.cache.block_pool import NoRoom
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.request import State
@@ -86,6 +87,65 @@ def test_failed_allocation_leaves_counts_as_they_were(model):
     assert second.requests[0].state is State.WAITING and second.requests[0].table is None
     engine.pool.check([first.requests[0].table])
     assert finish(engine, first, second) == [[expected(model, PROMPT)]] * 2
+
+
+@pytest.mark.parametrize(("requests", "n"), [(3, 1), (1, 3)])
+def test_an_allocation_that_fails_while_requests_grow_changes_nothing(model, monkeypatch, requests, n):
+    engine, failed = make(model, num_blocks=8, headroom=0), []
+    allocate, pool, running = engine.pool.allocate, engine.pool, engine.scheduler.running
+
+    def watched(count):
+        before = pool.free_count, [pool.count(block) for block in range(pool.num_blocks)]
+        try:
+            return allocate(count)
+        except NoRoom:
+            assert before == (pool.free_count, [pool.count(block) for block in range(pool.num_blocks)])
+            pool.check([request.table for request in running])
+            failed.append(count)
+            raise
+
+    monkeypatch.setattr(pool, "allocate", watched)
+    prompts = [[*PROMPT, i] for i in range(requests)]
+    groups = [engine.add(prompt, greedy(12, n=n)) for prompt in prompts]
+    assert finish(engine, *groups) == [[expected(model, prompt, 12)] * n for prompt in prompts]
+    assert failed
+
+
+@CACHES
+def test_a_request_that_waits_for_room_asks_the_cache_once(model, prefix):
+    engine = make(model, prefix, num_blocks=8, headroom=0)
+    run(engine, [*PROMPT, 1], greedy(1))
+    before, other = engine.pool.index.stats.queries, [50 + i for i in range(9)]
+    engine.add(other, greedy(20))
+    engine.step()
+    late = engine.add([*PROMPT, *range(2, 11)], greedy(1))
+    for _ in range(5):
+        engine.step()
+    assert late.requests[0].state is State.WAITING
+    finish(engine, late)
+    stats = engine.pool.index.stats
+    assert stats.queries - before == len(other) + len(late.requests[0].prompt)
+    assert stats.hits == engine.completions(late)[0].metrics.cached_tokens > 0
+
+
+@pytest.mark.parametrize("way", ["copy_blocks", "swap_out", "swap_in"])
+def test_a_copy_that_fails_is_made_up_for_by_the_next_step(model, monkeypatch, way):
+    """The tables named the new blocks already; a step that began anew would read what was never copied."""
+    options = {} if way == "copy_blocks" else {"num_blocks": 8, "headroom": 0, "preemption": "swap"}
+    engine, n = make(model, **options), 3 if way == "copy_blocks" else 1
+    plain, failures = getattr(engine.runner.cache, way), [MemoryError("no room")]
+
+    def fails_once(*args):
+        if failures:
+            raise failures.pop()
+        return plain(*args)
+
+    monkeypatch.setattr(engine.runner.cache, way, fails_once)
+    prompts = [[*PROMPT, i] for i in range(1 if n > 1 else 3)]
+    groups = [engine.add(prompt, greedy(12, n=n)) for prompt in prompts]
+    with pytest.raises(MemoryError):
+        finish(engine, *groups)
+    assert finish(engine, *groups) == [[expected(model, prompt, 12)] * n for prompt in prompts]
 
 
 @CACHES

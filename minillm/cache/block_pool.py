@@ -45,6 +45,10 @@ class PrefixStats:
     def hit_rate(self) -> float:
         return self.hits / self.queries if self.queries else 0.0
 
+    def take_back(self, queries: int, hits: int) -> None:
+        """A question whose answer could not be used yet: it will be asked again, and counts once."""
+        self.queries, self.hits = self.queries - queries, self.hits - hits
+
 
 class PrefixIndex(Protocol):
     """Remembers which block holds the KV of which tokens after which tokens (chapter 07: hash table, radix tree).

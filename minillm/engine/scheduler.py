@@ -169,6 +169,7 @@ class Scheduler:
             self.pool.share(hit)  # before anything is allocated, which might evict them
             if need + spare > self.pool.free_count:  # those that nobody held counted as free until now
                 self.pool.free(hit)
+                self.pool.index.stats.take_back(len(request.tokens), len(hit) * size)  # it will ask again
                 return False
             request.computed = len(hit) * size
             request.table = BlockTable(size, hit, request.computed)
