@@ -509,8 +509,8 @@ for rows in (1, 8, 32):
 # `LLM(compile=True)` takes it on a CPU. An output is one sum from the first input to the last, so this product gives
 # a request the same bits whatever its batch. An MLP is two such products with silu(gate) x up between them: one call,
 # in which a panel of gate and one of up are multiplied and mixed at once, so that what lies between never leaves the
-# cache. Few rows: the threads take panels in turn. Many: each takes rows of its own, for two cores may be far apart,
-# and what one has written the other reads slowly.
+# cache. Few rows: the threads take panels in turn. Many: each takes rows of its own, so that none reads what another
+# has just written.
 #
 # Both help a decode batch. The more rows, the less there is to win: at 64, or with a prompt's 512 for the MLP, the
 # two sides are within 10 % of each other, for arithmetic is all there is.

@@ -81,7 +81,7 @@ check("04.left_pad", left_pad)
 
 # %%
 def static_waste(prompts, answers, size):
-    """Share between 0 and 1. prompts, answers: tokens of each request, lists of equal length.
+    """Share between 0 and 1, not rounded. prompts, answers: tokens of each request, lists of equal length.
 
     Example: static_waste([2, 4], [3, 1], 2): computed 2 x (4 + 3 - 1) = 12, asked for 4 + 4 = 8, waste 1/3.
     """
@@ -150,8 +150,9 @@ check("04.batches", batches)
 # - `decode(last)` takes {slot: that slot's last token}, runs them in one step, returns {slot: next token}.
 #
 # In each iteration, fill free slots in order of the requests, until none is free or nobody waits; then one `decode`
-# of all that run. A request is done at `max_tokens`, or when it gives the token `eos` (which stays in its answer).
-# Who is done, even after the prefill, leaves its slot at once and is never decoded again.
+# of all that run. A request is done at `max_tokens`, or when it gives the token `eos` (which stays in its answer; an
+# `eos` in its prompt does not count). Who is done, even after the prefill, leaves its slot at once and is never
+# decoded again.
 # **Why.** These lines are the heart of every serving engine.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -226,7 +227,10 @@ check("04.serve", serve)
 
 # %%
 def choose(logits, temperatures, noise):
-    """Token ids, int64 [rows]. logits and noise [rows, vocab], temperatures [rows] >= 0."""
+    """Token ids, int64 [rows]. logits and noise [rows, vocab], temperatures [rows] >= 0.
+
+    Of equal logits a greedy row takes the first, as argmax does.
+    """
     ### BEGIN SOLUTION
     greedy = temperatures == 0  # [rows]
     safe = torch.where(greedy, 1.0, temperatures)
@@ -274,7 +278,8 @@ def advance(owners, waiting, answers, limits, tokens):
     """Record one step. Changes the first three in place; returns the slots that have a new owner, ascending.
 
     owners {slot: request}, waiting [request, ...], answers {request: [token, ...]}, limits {request: tokens},
-    tokens {slot: token} of every owned slot. A slot whose request is done goes to the first who waits, or to nobody.
+    tokens {slot: token} of every owned slot; the last two stay as they are. A slot whose request is done goes to the
+    first who waits, or to nobody.
     """
     ### BEGIN SOLUTION
     for slot, token in tokens.items():

@@ -49,9 +49,9 @@ check("05.slot_mapping", slot_mapping)
 #
 # **What.** Give a request room for `count` more tokens. It holds `blocks` and has `length` tokens in them; `free`
 # lists the free blocks, the one to take next at the front. Change both lists in place and return the new length. If
-# there are too few free blocks, raise `NoRoom` and change nothing. Nothing is shared in this task. **Why.** It runs
-# for every request at every step. A block too early is memory for nobody; a block too late is a write into somebody
-# else's.
+# there are too few free blocks, raise `NoRoom` and change nothing. A request may hold a spare block, one with no
+# token in it yet: it keeps it, and fills it first. Nothing is shared in this task. **Why.** It runs for every
+# request at every step. A block too early is memory for nobody; a block too late is a write into somebody else's.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # A request of 8 tokens in blocks of 4: how much room is left in its last block?
@@ -99,8 +99,9 @@ check("05.append", append)
 # | `count(block)` | its count | |
 # | `free_count` | how many blocks are free (a property: no brackets) | |
 #
-# Which free block is handed out first is up to you. **Why.** With the invariant "free + held = all, and a count is
-# the number of tables that hold the block", every leak and every double use is found by one assertion.
+# Which free block is handed out first is up to you. Lists that go in or come out are the caller's, who may change
+# them afterwards. **Why.** With the invariant "free + held = all, and a count is the number of tables that hold the
+# block", every leak and every double use is found by one assertion.
 #
 # <details><summary>Hint 1: a nudge</summary>
 # A block with count 2 is freed. Who may use it now?
@@ -276,7 +277,7 @@ check("05.admit", admit)
 #
 # **What.** A 7B with grouped-query attention: 32 layers, 8 KV heads of 128, 16-bit numbers. 8 GB (8 x 10^9 bytes)
 # are left for KV. Context 4,096 tokens; a running request holds 500 tokens on average. Write down expressions. The
-# first three to 3 %, the fourth exactly.
+# first and the fourth exactly, `paged_16` to 0.5 %, `paged_512` to 3 %.
 #
 # | key | what |
 # |---|---|

@@ -112,6 +112,18 @@ WRONG = {
             "    return torch.tensor(prompts), columns >= pads, (columns - pads).clamp(min=0)",
             "in place",
         ),
+        "squeezed": (
+            (RETURN, "return tokens.squeeze(), (columns >= pads).squeeze(), (columns - pads).clamp(min=0).squeeze()"),
+            "expected shape",
+        ),
+        "plain lists": (
+            (RETURN, "return tokens.tolist(), (columns >= pads).tolist(), (columns - pads).clamp(min=0).tolist()"),
+            "tokens: expected a tensor, got list",
+        ),
+        "numpy's int32": (
+            (RETURN, "return tokens, columns >= pads, (columns - pads).clamp(min=0).int().numpy()"),
+            "positions: expected a tensor, got ndarray",
+        ),
         "the example": (
             "def left_pad(prompts, pad_id): return (torch.tensor([[9, 7], [5, 6]]),"
             " torch.tensor([[False, True], [True, True]]), torch.tensor([[0, 0], [0, 1]]))",
@@ -167,6 +179,8 @@ WRONG = {
             "    return sum(shares) / len(shares)",
             "averaged",
         ),
+        "three digits": (("return 1 - asked / computed", "return round(1 - asked / computed, 3)"), "rounded"),
+        "four digits": (("return 1 - asked / computed", "return round(1 - asked / computed, 4)"), "rounded"),
         "longest pair": ((COMPUTED, "computed += len(p) * (max(map(sum, zip(p, n))) - 1)"), "expected"),
         "the example": ("def static_waste(prompts, answers, size): return 1 / 3", "expected"),
     },
@@ -268,6 +282,18 @@ WRONG = {
             "    return answers",
             "in place",
         ),
+        "a prompt that ends with eos is done": (
+            (TAKE, "if eos in (token, requests[i][0][-1]) or len(answers[i]) == requests[i][1]:"),
+            "an eos in the prompt",
+        ),
+        "a prompt that ends with eos is not started": (
+            "right = serve\n"
+            "def serve(requests, slots, prefill, decode, eos=None):\n"
+            "    rest = [r for r in requests if r[0][-1] != eos]\n"
+            "    found = iter(right(rest, slots, prefill, decode, eos))\n"
+            "    return [[] if r[0][-1] == eos else next(found) for r in requests]",
+            "expected",
+        ),
         "eos is always 7": ((TAKE, "if token == 7 or len(answers[i]) == requests[i][1]:"), "expected"),
         "slot by count": (("slot = min(set(range(slots)) - set(running))", "slot = len(running)"), "expected"),
         "as many as were free before": (
@@ -318,6 +344,47 @@ WRONG = {
             "    return (p / noise).argmax(-1)",
             "expected",
         ),
+        "0 is 1e-30": (
+            "def choose(logits, temperatures, noise):\n"
+            "    p = (logits / temperatures.clamp(min=1e-30)[:, None]).softmax(-1)\n"
+            "    return (p / noise).argmax(-1)",
+            "small temperature",
+        ),
+        "0 is the smallest number": (
+            "def choose(logits, temperatures, noise):\n"
+            "    p = (logits / temperatures.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).softmax(-1)\n"
+            "    return (p / noise).argmax(-1)",
+            "expected",
+        ),
+        "0 is 1e-20": (
+            "def choose(logits, temperatures, noise):\n"
+            "    safe = torch.where(temperatures == 0, 1e-20, temperatures)\n"
+            "    return ((logits / safe[:, None]).softmax(-1) / noise).argmax(-1)",
+            "small temperature",
+        ),
+        "the smallest number, no dice": (
+            "def choose(logits, temperatures, noise):\n"
+            "    p = (logits / temperatures.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).softmax(-1)\n"
+            "    return (p / torch.where(temperatures[:, None] == 0, 1.0, noise)).argmax(-1)",
+            "logits of about 25",
+        ),
+        "exp overflows": (
+            (
+                "    probabilities = (logits / safe[:, None]).softmax(-1)",
+                "    weights = (logits / safe[:, None]).exp()\n"
+                "    probabilities = weights / weights.sum(-1, keepdim=True)",
+            ),
+            "takes off the largest",
+        ),
+        "bfloat16": ((".softmax(-1)", ".bfloat16().softmax(-1)"), "32 bits"),
+        "half precision": ((".softmax(-1)", ".half().softmax(-1)"), "32 bits"),
+        "probabilities in half precision": ((".softmax(-1)", ".softmax(-1).half()"), "32 bits"),
+        "under 1e-5 is 0": (("temperatures == 0", "temperatures < 1e-5"), "only 0 is"),
+        "close to 0 is 0": (
+            ("temperatures == 0", "temperatures.isclose(torch.zeros(()), atol=1e-6)"),
+            "only 0 is",
+        ),
+        "isclose": (("temperatures == 0", "temperatures.isclose(torch.zeros(()))"), "only 0 is"),
         "a very small temperature is 0": (("temperatures == 0", "temperatures < 0.01"), "only 0 is"),
         "a small temperature is 0": (("temperatures == 0", "temperatures < 0.1"), "expected"),
         "temperature lost": (("(logits / safe[:, None])", "logits"), "lost"),
@@ -372,6 +439,20 @@ WRONG = {
             "in place",
         ),
         "no fresh": (("    return fresh\n", "    return []\n"), "expected"),
+        "counts limits down": (
+            (
+                "        answers[owners[slot]].append(token)\n    fresh = []\n",
+                "        answers[owners[slot]].append(token)\n        limits[owners[slot]] -= 1\n    fresh = []\n",
+            ),
+            "changed `limits`",
+        ),
+        "takes the tokens away": (
+            (
+                "    for slot, token in tokens.items():\n        answers[owners[slot]].append(token)\n",
+                "    for slot in list(tokens):\n        answers[owners[slot]].append(tokens.pop(slot))\n",
+            ),
+            "changed `tokens`",
+        ),
         "freed, not fresh": (
             (
                 "                fresh.append(slot)",

@@ -21,6 +21,40 @@ def figures(**changed: str) -> str:
     return MANY + "{" + ", ".join(f"{key!r}: {value}" for key, value in {**GOOD, **changed}.items()) + "}"
 
 
+KEEPER = """
+class Pool:
+    def __init__(self, num_blocks):
+        self.num_blocks, self.tables = num_blocks, []
+
+    @property
+    def free_count(self):
+        return len(self.unused())
+
+    def unused(self):
+        return [block for block in range(self.num_blocks) if not self.count(block)]
+
+    def count(self, block):
+        return sum(table.count(block) for table in self.tables)
+
+    def allocate(self, n):
+        if n > self.free_count:
+            raise NoRoom
+        blocks = self.unused()[:n]
+        self.tables.append(blocks)
+        return blocks
+
+    def share(self, blocks):
+        if not all(map(self.count, blocks)):
+            raise ValueError
+        self.tables.append(blocks)
+
+    def free(self, blocks):
+        if any(self.count(block) < blocks.count(block) for block in blocks):
+            raise ValueError
+        for block in blocks:
+            next(table for table in self.tables if block in table).remove(block)
+"""
+
 WRONG = {
     "05.slot_mapping": {
         "two bytes a slot": (
@@ -48,6 +82,7 @@ WRONG = {
         ),
         "blocks of 4": (SLOT + "[blocks[i // 4] * 4 + i % 4" + SPAN, "raised"),
         "the example": (SLOT + "[31, 8, 9]", "expected"),
+        "floats": (SLOT + "[blocks[i // block_size] * block_size * 1.0 + i % block_size" + SPAN, "expected ints"),
         "one too many": (
             SLOT + "[blocks[i // block_size] * block_size + i % block_size for i in range(start, start + count + 1)]",
             "expected 3 items",
@@ -99,6 +134,25 @@ WRONG = {
                 "    blocks = blocks + free[:needed]\n    free = free[needed:]\n",
             ),
             "in place",
+        ),
+        "a length with a point": (("    return length + count", "    return (length + count) / 1"), "expected ints"),
+        "a slice of what is missing": (
+            (
+                "    for _ in range(needed):\n        blocks.append(free.pop(0))\n",
+                "    blocks += free[:needed]\n    del free[:needed]\n",
+            ),
+            "the need is negative",
+        ),
+        "a spare block is not seen": (
+            (NEEDED, "    needed = -(-(length + count) // block_size) - -(-length // block_size)\n"),
+            "count len(blocks)",
+        ),
+        "gives the spare block back": (
+            (
+                "    for _ in range(needed):\n",
+                "    for _ in range(-needed):\n        free.insert(0, blocks.pop())\n    for _ in range(needed):\n",
+            ),
+            "expected",
         ),
         "returns nothing": (("    return length + count", "    length += count"), "return"),
         "MemoryError": (('raise NoRoom(f"{needed} blocks', 'raise MemoryError(f"{needed} blocks'), "MemoryError"),
@@ -176,6 +230,29 @@ WRONG = {
         "a free block shared": (
             ("if any(self.counts[block] == 0 for block in blocks):", "if False:"),
             "free block was shared",
+        ),
+        "keeps the lists": (KEEPER, "the caller empties that"),
+        "empties the list it is given": (
+            (
+                "        for block in blocks:\n            self.counts[block] += 1\n",
+                "        while blocks:\n            self.counts[blocks.pop()] += 1\n",
+            ),
+            "changed the list",
+        ),
+        "allocate returns nothing": (
+            (
+                "            self.counts[block] = 1\n        return blocks\n",
+                "            self.counts[block] = 1\n",
+            ),
+            "returned None, not a list",
+        ),
+        "count returns nothing": (
+            ("        return self.counts[block]\n", "        self.counts[block]\n"),
+            "count() returned None",
+        ),
+        "free_count with brackets": (
+            ("    @property\n    def free_count", "    def free_count"),
+            "a property, no brackets",
         ),
         "a set of blocks": (
             ("            self.counts[block] += 1\n", "            self.counts[block] = 2\n"),
@@ -276,8 +353,17 @@ WRONG = {
         "slot only": ((RETURN, RETURN.replace(", copies", "")), "two values"),
         "a new list": (
             ("        blocks += pool.allocate(1)\n", "        blocks = blocks + pool.allocate(1)\n"),
-            "raised",
+            "change it in place",
         ),
+        "popped before there is room": (
+            (
+                COPY,
+                "        old = blocks.pop()\n        (new,) = pool.allocate(1)\n        blocks.append(new)\n"
+                "        pool.free([old])\n",
+            ),
+            "NoRoom, but the table had changed",
+        ),
+        "a float": ((RETURN, RETURN.replace("length % size, copies", "length % size * 1.0, copies")), "not an int"),
         "copies none": ((RETURN, RETURN.replace(", copies", ", []")), "wrong"),
     },
     "05.admit": {
@@ -368,6 +454,9 @@ WRONG = {
         "rounded up": (figures(reserved="15"), "round down"),
         "32 heads": (figures(reserved="slots // 4 // 4096"), "8"),
         "V missing": (figures(paged_16="2 * slots / 508"), "V is missing"),
+        "no waste in small blocks": (figures(paged_16="slots / 500"), "waste is missing"),
+        "a whole small block": (figures(paged_16="slots / 516"), "not a whole one"),
+        "rounded to whole blocks": (figures(paged_16="slots / 512"), "is an average"),
         "no waste": (figures(paged_512="slots / 500"), "waste is missing"),
         "waste of 8": (figures(paged_512="slots / 508"), "256 tokens"),
         "a whole block": (figures(paged_512="slots / 1012"), "not a whole one"),
