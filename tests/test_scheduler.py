@@ -109,6 +109,7 @@ class World:
             for r in group:
                 assert (r.state is State.RUNNING) == (r in self.scheduler.running)
                 assert not r.finished or not r.table or not r.table.blocks
+        assert self.scheduler.running == sorted(self.scheduler.running, key=lambda r: r.order), "most urgent first"
 
     def run(self, most=3000):
         for _ in range(most):
@@ -207,6 +208,13 @@ def test_a_chunk_rides_with_the_decodes():
     ]
 
 
+def test_a_prompt_of_one_token_is_a_prefill():
+    world = World()
+    world.add([1], 2)
+    world.run()
+    assert [entries(world, i) for i in (0, 1)] == [[("r0", 1, "prefill")], [("r0", 1, "decode")]]
+
+
 def test_without_chunks_prefill_first_stalls_the_decodes_and_decode_first_makes_the_prompt_wait():
     for prefill_first in (True, False):
         world = World(enable_chunked_prefill=False, prefill_first=prefill_first, max_num_batched_tokens=14)
@@ -224,6 +232,17 @@ def test_without_chunks_prefill_first_stalls_the_decodes_and_decode_first_makes_
     world.add([2] * 11, 2)
     world.run()
     assert [s.admitted for s in world.scheduler.log][:3] == [["r0.0"], ["r1.0"], []]
+
+
+def test_without_chunks_only_what_is_not_cached_of_a_prompt_must_fit_the_step():
+    world = World(enable_chunked_prefill=False, enable_prefix_caching="hash")
+    world.add([1] * 13, 1)
+    world.run()
+    world.add([2] * 3, 4)
+    world.step()
+    late = world.add([1] * 16, 1)  # twelve are cached; sixteen would not fit beside the decode
+    assert world.step().admitted == [late]
+    assert entries(world, 2) == [("r1", 1, "decode"), ("r2", 4, "prefill")]
 
 
 def test_prefill_first_with_chunks_gives_decodes_the_rest():
@@ -308,6 +327,19 @@ def test_an_urgent_request_takes_as_many_blocks_as_it_needs_and_no_more():
     assert world.outputs() == [[alone([1] * 3, 2)]] * 4 + [[alone([2] * 6, 2)]]
 
 
+def test_a_step_that_preempts_admits_only_the_one_it_made_way_for():
+    world = World(policy="priority", num_blocks=8, block_size=2, headroom=0)
+    world.add([1] * 3, 5, priority=0)
+    world.add([1] * 11, 2, priority=3)
+    world.step()
+    urgent, next_one = world.add([2] * 5, 2, priority=0), world.add([2] * 2, 2, priority=0)
+    batch = world.step()
+    assert batch.preempted == [(world.requests[1][0], "recompute")]
+    assert batch.admitted == [urgent] and world.pool.free_count >= 1, "there was room, and still nobody else came"
+    assert world.step().admitted == [next_one]
+    world.run()
+
+
 def test_nobody_is_pushed_out_in_vain_or_by_an_equal():
     world = World(policy="priority", num_blocks=12, block_size=2, headroom=0, max_num_seqs=4)
     world.add([1] * 8, 6, priority=0)
@@ -327,6 +359,20 @@ def test_nobody_is_pushed_out_in_vain_or_by_an_equal():
     assert preempted(plain) == [], 'only policy="priority" looks at priorities'
 
 
+def test_forks_are_not_pushed_out_for_blocks_that_they_share():
+    """Each holds 5 blocks, all of them together 7: that is not enough, however often the shared ones are counted."""
+    world = World(policy="priority", num_blocks=12, headroom=0, max_num_batched_tokens=40)
+    world.add([1] * 14, 3, priority=0)
+    world.add([1] * 18, 6, n=3, priority=1)
+    for _ in range(2):
+        world.step()
+    assert world.pool.free_count == 1
+    world.add([2] * 35, 1, priority=0)  # nine blocks
+    batch = world.step()
+    assert not batch.preempted and not batch.admitted
+    world.run()
+
+
 @pytest.mark.parametrize("victim", ["least_urgent", "fewest_tokens"])
 def test_among_equals_priority_is_first_come_first_served(victim):
     """One that lost its place to make room is older than some who run; it does not push them out."""
@@ -338,6 +384,19 @@ def test_among_equals_priority_is_first_come_first_served(victim):
         world.run()
         logs.append(world.scheduler.log)
     assert logs[0] == logs[1] and any(step.preempted for step in logs[0])
+
+
+def test_nobody_is_pushed_out_where_the_headroom_would_still_be_missing():
+    world = World(policy="priority", num_blocks=8, block_size=2, headroom=2, max_num_batched_tokens=20)
+    world.add([1] * 3, 4, priority=0)
+    world.add([1] * 3, 3, priority=3)
+    world.step()
+    assert world.pool.free_count == 4
+    world.add([2] * 10, 1, priority=0)  # five blocks and two for r0: more than r1's two and the free ones
+    batch = world.step()
+    assert not batch.preempted and not batch.admitted
+    world.run()
+    assert preempted(world) == []
 
 
 def test_who_waited_long_enough_is_not_pushed_out_any_more():
@@ -389,6 +448,17 @@ def test_forks_swapped_for_an_urgent_request_keep_sharing_their_prompt():
     assert world.outputs() == [[alone([1] * 18, 6, i) for i in range(3)], [alone([2] * 41, 1)]]
 
 
+def test_forks_come_back_from_the_host_where_there_is_room_for_what_they_share_once():
+    world = World(policy="priority", preemption="swap", num_blocks=10, headroom=0, max_num_batched_tokens=40)
+    forks = world.add([1] * 18, 6, n=3, priority=1).forks
+    for _ in range(2):
+        world.step()
+    world.add([2] * 33, 1, priority=0)
+    assert len(world.step().preempted) == 3
+    assert world.step().admitted == [world.requests[0][0], *forks], "7 blocks, not 15"
+    world.run()
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_the_least_urgent_is_preempted_and_comes_back_first(preemption):
     world = World(num_blocks=6, block_size=2, headroom=0, preemption=preemption, max_num_batched_tokens=20)
@@ -415,6 +485,14 @@ def test_a_victim_may_be_chosen_by_what_it_would_lose():
     world.run()
 
 
+def test_the_most_urgent_is_no_victim_even_if_it_would_lose_the_least():
+    world = World(num_blocks=8, block_size=2, headroom=0, victim="fewest_tokens", max_num_batched_tokens=20)
+    for length in (2, 4, 6):
+        world.add([1] * length, 9)
+    world.run()
+    assert "r0" not in preempted(world) and "r1" in preempted(world)
+
+
 def test_headroom_avoids_thrashing():
     def preemptions(headroom):
         world = World(num_blocks=16, block_size=1, headroom=headroom, max_num_batched_tokens=32)
@@ -424,6 +502,28 @@ def test_headroom_avoids_thrashing():
         return sum(len(s.preempted) for s in world.scheduler.log)
 
     assert preemptions(3) < preemptions(0)
+
+
+def test_who_is_admitted_leaves_headroom_for_each_who_runs():
+    for num_blocks in (4, 5):
+        world = World(num_blocks=num_blocks, headroom=1)
+        world.add([1] * 3, 2)
+        world.step()
+        late = world.add([2] * 12, 1)  # three blocks beside r0's one: the fifth is r0's headroom
+        assert world.step().admitted == [late] * (num_blocks == 5)
+
+
+def test_who_comes_back_from_the_host_leaves_headroom_for_each_who_runs():
+    for num_blocks in (4, 5):
+        world = World(policy="priority", preemption="swap", num_blocks=num_blocks, max_num_seqs=2, headroom=1)
+        world.add([1], 4, priority=0)
+        slow = world.add([1] * 8, 3, priority=3)
+        for _ in range(2):
+            world.step()
+        world.add([2], 1, priority=0)  # for one step, in the slot of r1
+        assert world.step().preempted == [(slow, "swap")] and world.host.used_count == 3
+        assert world.step().admitted == [slow] * (num_blocks == 5), "three blocks beside r0's one and its headroom"
+        world.run()
 
 
 def test_what_can_never_fit_is_refused_at_once_and_the_rest_goes_on():
@@ -450,6 +550,62 @@ def test_the_longest_cached_prefix_goes_first_but_not_for_ever():
     assert [name for s in world.scheduler.log for name in s.admitted][1:4] == ["r2.0", "r3.0", "r1.0"]
 
 
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_a_second_turn_finds_the_answer_of_the_first_in_the_cache(index):
+    world = World(enable_prefix_caching=index)
+    first = world.add([1] * 5, 12)
+    world.run()
+    second = world.add([*first.tokens, 2, 2], 1)
+    world.run()
+    assert len(second.prompt) == 19 and second.cached_tokens == 16
+
+
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_what_is_found_again_after_a_preemption_is_no_hit_of_the_prompt(index):
+    world = World(policy="priority", max_num_seqs=1, enable_prefix_caching=index)
+    slow = world.add([1] * 9, 3, priority=2)
+    world.step()
+    world.add([2] * 2, 1, priority=0)
+    world.run()
+    log = world.scheduler.log
+    assert preempted(world) == ["r0"] and [e for s in log for e in s.entries if e[0] == "r0.0"][1][1] == 8
+    assert slow.cached_tokens == 0, "it found its own blocks"
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_forks_found_of_the_prompt_what_their_owner_found(slots):
+    world = World(enable_prefix_caching="hash", max_num_seqs=slots)
+    world.add([1] * 9, 1)
+    world.run()
+    world.add([1] * 12, 2, n=3)
+    world.run()
+    assert [r.cached_tokens for r in world.requests[1]] == [8, 8, 8]
+
+
+def test_a_prefix_cached_under_another_salt_moves_nobody_forward():
+    world = World(enable_prefix_caching="hash", lookahead=4, max_num_seqs=1)
+    world.add([1] * 9, 1)
+    world.run()
+    world.add([2] * 9, 1)
+    world.add([1] * 9, 1, salt="other")
+    world.run()
+    assert [name for s in world.scheduler.log for name in s.admitted] == ["r0.0", "r1.0", "r2.0"]
+
+
+def test_who_waits_on_the_host_is_not_passed_over_for_a_cached_prefix():
+    world = World(enable_prefix_caching="hash", lookahead=4, max_num_seqs=1, policy="priority", preemption="swap")
+    world.add([1] * 9, 1)
+    world.run()
+    slow = world.add([2] * 3, 3, priority=2)
+    world.step()
+    world.add([2] * 2, 1, priority=0)
+    world.add([1] * 9, 1, priority=2)
+    world.step()
+    assert slow.on_host
+    world.run()
+    assert [name for s in world.scheduler.log for name in s.admitted][2:] == ["r2.0", "r1.0", "r3.0"]
+
+
 def test_forks_share_the_prompt_and_copy_only_what_they_write():
     world = World(block_size=4, max_num_seqs=4)
     world.add([1] * 10, 3, n=3)
@@ -460,6 +616,27 @@ def test_forks_share_the_prompt_and_copy_only_what_they_write():
     assert world.pool.used_count == 5
     world.run()
     assert world.outputs() == [[alone([1] * 10, 3, i) for i in range(3)]]
+
+
+def test_forks_run_before_who_came_after_their_owner():
+    world = World(max_num_seqs=4)
+    world.add([1] * 20, 3, n=3)  # two steps
+    late = world.add([2] * 3, 3)
+    for _ in range(2):
+        world.step()
+    assert world.scheduler.running == [*world.requests[0], late]
+
+
+def test_a_fork_aborted_before_its_owner_has_computed_the_prompt_never_starts():
+    world = World()
+    owner = world.add([1] * 20, 3, n=3)  # two steps
+    world.step()
+    fork, other = owner.forks
+    world.scheduler.finish([fork])
+    world.step()
+    assert fork.finished and world.scheduler.running == [owner, other]
+    world.run()
+    assert world.outputs() == [[alone([1] * 20, 3), [], alone([1] * 20, 3, 2)]]
 
 
 def test_more_forks_than_slots_wait_and_lose_nothing():
