@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,18 @@ import torch
 from test_same_tokens import model_of
 
 from minillm import LLM
+from minillm.cache.paged import PagedCache
+from minillm.engine.batch import Batch
 from minillm.engine.beam import beam_search
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
+from minillm.engine.outputs import Answer
 from minillm.engine.policies import POLICIES, Arrival, make_trace, run_trace
-from minillm.engine.runner import pack
+from minillm.engine.runner import Runner, pack
 from minillm.errors import ParamsError, PromptError
 from minillm.measure.bench import as_transformers
 from minillm.model.generate import generate_naive
-from minillm.model.sampling import SamplingParams
+from minillm.model.sampling import Sampler, SamplingParams
 
 PROMPTS = [[7, 3, 9], [11, 2, 8, 5, 5, 1, 30, 12, 6, 4], [1]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -74,6 +78,20 @@ def test_a_mixed_batch_is_packed_without_padding(model):
     assert step.block_tables.shape == (2, len(second.table.blocks))
 
 
+def test_copies_are_made_in_the_order_they_were_decided(model):
+    """Each frees the block that the next one writes: 0 moves to the host, 1 is copied to it, host block 0 moves to 1.
+    Any other order loses a block that is still needed."""
+    cache = PagedCache(model.config, 2, 4, host_blocks=2)
+    for block in range(2):
+        cache.k[:, block], cache.v[:, block] = 1 + block, -1 - block
+        cache.host_k[:, block], cache.host_v[:, block] = 3 + block, -3 - block
+    copies = [("swap_out", [(0, 1)]), ("copy", [(1, 0)]), ("swap_in", [(0, 1)])]
+    Runner(model, cache).copy(Batch(0, 32, copies=copies))
+    for sign, device, host in ((1, cache.k, cache.host_k), (-1, cache.v, cache.host_v)):
+        assert device[0, :, 0, 0, 0].tolist() == [sign * 2, sign * 3]
+        assert host[0, :, 0, 0, 0].tolist() == [sign * 3, sign * 1]
+
+
 def test_only_sampled_rows_reach_the_head(model):
     engine, heights = make(model), []
     plain = engine.model.logits
@@ -112,6 +130,26 @@ def test_n_answers_are_those_of_n_requests(model, chunk, prefix):
             text.append(token)
 
 
+def test_a_block_that_is_swapped_out_and_then_copied_to_keeps_every_answer_right(model):
+    """Three answers part where a fourth is pushed out: the copy that one of them writes to takes the block just left.
+    Tokens are those of an ample pool."""
+    prompts, told, reused = [PROMPTS[0], PROMPTS[1][:5]], [], 0
+    for blocks in (64, 4):
+        engine = make(model, num_blocks=blocks, num_host_blocks=blocks, preemption="swap", headroom=0)
+        seen, plain = [], engine.runner.copy
+        engine.runner.copy = lambda batch, seen=seen, plain=plain: seen.append(batch.copies) or plain(batch)
+        groups = [engine.add(p, SamplingParams(max_tokens=12, temperature=0, n=n)) for p, n in zip(prompts, (3, 1))]
+        drain(engine)
+        told.append([done.token_ids for group in groups for done in engine.completions(group)])
+        for copies in seen:
+            left = set()
+            for kind, pairs in copies:
+                reused += kind == "copy" and not left.isdisjoint(target for _, target in pairs)
+                left |= {source for source, _ in pairs} if kind == "swap_out" else set()
+    assert told[0] == told[1] == [generate_naive(model, p, 12) for p in prompts[:1] * 3 + prompts[1:]]
+    assert reused, "no block was left and copied to in one step: this pool is no test"
+
+
 def test_n_answers_need_the_prompt_once(model):
     engine = make(model, keep_log=True)
     engine.add(PROMPTS[1], SamplingParams(max_tokens=6, n=4, temperature=0))
@@ -120,15 +158,36 @@ def test_n_answers_need_the_prompt_once(model):
 
 
 def test_metrics_and_what_preemption_does_to_them(model):
-    engine = make(model, num_blocks=5, headroom=0)
+    engine = make(model, num_blocks=7, headroom=0)  # both prompts fit, both answers do not
     groups = [engine.add(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0)) for _ in range(2)]
+    engine.step()
+    queue = [engine.completions(group)[0].metrics.queue for group in groups]
     drain(engine)
     first, second = (engine.completions(group)[0] for group in groups)
     assert first.token_ids == second.token_ids == generate_naive(model, PROMPTS[1], 8)
+    assert (first.metrics.preemptions, second.metrics.preemptions) == (0, 1)
     for metrics in (first.metrics, second.metrics):
         assert 0 <= metrics.queue <= metrics.ttft <= metrics.e2e
         assert metrics.ttft + 7 * metrics.tpot == pytest.approx(metrics.e2e)
-    assert second.metrics.queue > first.metrics.e2e - first.metrics.ttft  # it had to wait for the first one's blocks
+    assert [first.metrics.queue, second.metrics.queue] == queue, "who lost its place was not queued anew"
+
+
+def test_waiting_for_blocks_is_queue_time(model):
+    engine = make(model, num_blocks=5, headroom=0)
+    groups = [engine.add(PROMPTS[1], SamplingParams(max_tokens=8, temperature=0)) for _ in range(2)]
+    drain(engine)
+    first, second = (engine.completions(group)[0].metrics for group in groups)
+    assert second.preemptions == 0
+    assert second.queue > first.e2e - first.ttft  # it had to wait for the first one's blocks
+
+
+def test_seconds_are_counted_from_the_arrival_that_was_given(model):
+    engine = make(model)
+    arrival = time.perf_counter() - 1000  # it waited outside the engine
+    given, plain = engine.add(PROMPTS[0], GREEDY, arrival=arrival), engine.add(PROMPTS[0], GREEDY)
+    drain(engine)
+    given, plain = (engine.completions(group)[0].metrics for group in (given, plain))
+    assert plain.e2e < 1000 <= given.queue <= given.ttft <= given.e2e
 
 
 def test_abort_keeps_what_was_said_and_may_come_at_any_time(model):
@@ -147,6 +206,17 @@ def test_abort_keeps_what_was_said_and_may_come_at_any_time(model):
         )
         assert engine.completions(other)[0].token_ids == generate_naive(model, PROMPTS[0], 6)
         assert engine.pool.free_count == 64
+
+
+def test_an_aborted_answer_keeps_its_unfinished_character(llm):
+    head, tail = llm.tokenizer.encode("5"), llm.tokenizer.encode("é")
+    assert len(tail) == 2, "one character, two tokens"
+    answer = Answer(Sampler(0).start(GREEDY, [1], 0), 9, (), llm.tokenizer, arrival=0.0)
+    assert [answer.append(token, None) for token in (*head, tail[0])] == ["5", ""]
+    answer.abort()
+    assert answer.text == answer.read() == "5\ufffd" and answer.token_ids == [*head, tail[0]]
+    answer.abort()  # twice is harmless
+    assert answer.text == "5\ufffd" and answer.finish_reason == "abort"
 
 
 def test_a_forward_that_fails_can_be_tried_again(model):

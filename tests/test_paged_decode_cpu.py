@@ -7,11 +7,12 @@ import subprocess
 import pytest
 import torch
 
-from minillm.cache.paged import PagedCache
+from minillm.cache.paged import PagedCache, PagedStep
 from minillm.errors import ParamsError
 from minillm.kernels import cpp, paged_decode_cpu
 from minillm.kernels.paged_decode_cpu import paged_decode
 from minillm.llm import LLM
+from minillm.model.attention import LayerInfo
 from minillm.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -151,6 +152,29 @@ def test_what_would_read_strange_memory_is_refused(place, change, match, monkeyp
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(ParamsError, match="window=0"):
         paged_decode(*scene(), scale=0.125, window=0)
+
+
+@needs_compiler
+def test_padding_behind_decodes_gets_zeros_and_changes_nothing():
+    """All requests decode, but the step has more rows than tokens: the short way for "all rows" must not be taken."""
+    config = load_model("tiny").config
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    layer = LayerInfo(0, dim**-0.5)
+    generator = torch.Generator().manual_seed(0)
+    q, *kv = (torch.randn(5, n, dim, generator=generator) for n in (heads, kv_heads, kv_heads))
+    stored = torch.randn(4, 4, kv_heads, dim, generator=generator)
+    got = []
+    for padding in (0, 3):
+        cache = PagedCache(config, 5, 4, attention="cpp")
+        cache.k.fill_(math.nan)
+        cache.v.fill_(math.nan)
+        cache.k[0, :4], cache.v[0, :4] = stored, stored.flip(0)
+        slots, positions = torch.tensor([6, 9] + [-1] * padding), torch.tensor([6, 1] + [0] * padding)
+        cache.begin(PagedStep(slots, torch.tensor([[0, 1], [2, 4]]), [1, 1], [7, 2], positions))
+        got.append(cache.attend(layer, *(x[: 2 + padding] for x in (q, *kv))))
+    plain, padded = got  # [2, heads, dim], [5, heads, dim]
+    assert torch.equal(padded[:2], plain) and plain.isfinite().all() and plain.all()
+    assert torch.equal(padded[2:], torch.zeros(3, heads, dim))
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch):

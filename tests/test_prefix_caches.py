@@ -18,11 +18,17 @@ def constant(parent, tokens):
     return b"same"
 
 
+def chained(parent, tokens):
+    """A hash that collides in its own block, and keeps all that came before."""
+    return parent + bytes([tokens[0] % 2])
+
+
 KINDS = {
     "hash": HashIndex,
     "radix": RadixIndex,
     "colliding": lambda size: HashIndex(size, first_token_only),
     "constant": lambda size: HashIndex(size, constant),
+    "chained": lambda size: HashIndex(size, chained),
 }
 HONEST = ["hash", "radix"]  # the colliding ones may find less, never something wrong
 
@@ -176,7 +182,7 @@ def test_a_block_that_was_reused_is_not_found_under_its_old_tokens(kind):
 def test_a_child_of_an_evicted_block_is_not_served_to_a_colliding_prefix():
     """[1 1 | 9 9] is stored; its head is evicted; [3 3], whose hash is the same, takes the head's place. The old tail
     has the right key and the right tokens, and must still not be found after [3 3]."""
-    index = HashIndex(2, lambda parent, tokens: parent + bytes([tokens[0] % 2]))
+    index = HashIndex(2, chained)
     index.insert([1, 1, 9, 9], [0, 1])
     index.release(0)
     assert index.evict() == 0
@@ -187,6 +193,16 @@ def test_a_child_of_an_evicted_block_is_not_served_to_a_colliding_prefix():
     index.evict()
     index.insert([1, 1], [3])
     assert index.match([1, 1, 9, 9, 0]) == [3, 1], "its own head, computed again, makes the tail reachable"
+
+
+def test_what_follows_a_colliding_block_is_not_stored_behind_the_other():
+    """[1 1] is stored; [3 3 | 9 9] comes, whose first hash is the same. Its tail must not hang on [1 1]: the tail's
+    key is the one that [1 1 | 9 9] will ask for, but its K and V are those after [3 3]."""
+    index = HashIndex(2, chained)
+    index.insert([1, 1], [0])
+    index.insert([3, 3, 9, 9], [1, 2])
+    assert index.match([1, 1, 9, 9, 0]) == [0]
+    assert index.match([3, 3, 9, 9, 0]) == [] and not index.holds(2)
 
 
 def test_hashes_are_chained_and_cover_every_token():

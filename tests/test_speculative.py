@@ -188,8 +188,9 @@ def test_drafts_take_what_is_left_of_the_budget(model, texts):
     assert all(step.tokens <= 6 for step in engine.scheduler.log)
 
 
-def test_drafts_take_no_cached_block_and_preempt_nobody(model, texts):
-    engine = make(model, Oracle(texts), lengths=8, num_blocks=6, enable_prefix_caching="hash")
+@pytest.mark.parametrize("tree", [False, True])  # a tree has more nodes than the text has tokens to come
+def test_drafts_take_no_cached_block_and_preempt_nobody(model, texts, tree):
+    engine = make(model, Oracle(texts, tree=tree), lengths=8, num_blocks=6, enable_prefix_caching="hash")
     engine.add(PROMPTS[1], greedy(2))
     drain(engine)
     known = engine.pool.index.longest_prefix(texts[1])
@@ -198,6 +199,14 @@ def test_drafts_take_no_cached_block_and_preempt_nobody(model, texts):
     drain(engine)
     assert engine.completions(group)[0].token_ids == texts[0][3:17]
     assert engine.pool.index.longest_prefix(texts[1]) == known and engine.pool.index.stats.evictions == 0
+
+
+def test_only_guesses_that_were_right_are_counted_as_accepted(model, texts):
+    engine = make(model, Oracle(texts, wrong=3), lengths=5)
+    groups = [engine.add(prompt, greedy(20)) for prompt in PROMPTS]
+    drain(engine)
+    stats, told = engine.speculator.stats, [engine.completions(group)[0].metrics.accepted_drafts for group in groups]
+    assert min(told) > 0 and sum(told) == stats.accepted < stats.drafted
 
 
 def test_the_pool_after_each_step_is_as_if_never_drafted(model, texts):
