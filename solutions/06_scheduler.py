@@ -107,9 +107,9 @@ check("06.plan_step", plan_step)
 # ## 3. Preempt by recompute (15 minutes)
 #
 # **What.** A running request needs `needed` free blocks and there are fewer. Take running requests back, the last
-# to arrive first, until there are enough; never the first to arrive. A victim's blocks go to the free list; it goes
-# to the waiting queue, which is ordered by arrival; when it comes back it must say on where it stopped, and compute
-# what it lost.
+# to arrive first, until there are enough; never the first to arrive of those that run. A victim's blocks go to the
+# free list; it goes to the waiting queue, which is ordered by arrival; when it comes back it must say on where it
+# stopped, and compute what it lost.
 # **Why.** Preemption is what makes full memory safe. Each of its four effects (blocks, computed, tokens, queues),
 # when forgotten, is a bug that real engines have had: a leak, stale KV, lost words, starvation.
 #

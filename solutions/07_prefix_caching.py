@@ -23,7 +23,8 @@ from minillm.lab import check
 # and a key that does not know this serves wrong ones.
 #
 # A key is a `bytes`, `str` or `int` of a size that does not grow with the prompt. Two different prefixes must never
-# share a key because of how the tokens are *written down*; that sha256 itself has no collisions you may assume.
+# share a key because of how tokens and salt are *written down*, nor because a key is short: among 300,000 keys of 32
+# bits some are equal. That sha256 itself has no collisions you may assume.
 # (Python's own `hash` passes here as well, for nobody here builds a collision. A server is less lucky: chapter 07.)
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -35,14 +36,15 @@ from minillm.lab import check
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
 # Equal keys after different prefixes: the running value is not in the hash. One key too many: the last, partial
-# block has none. Equal keys under two salts: the salt is nowhere. Equal keys for [1, 23] and [12, 3]: the tokens
-# were joined without a separator.
+# block has none. Equal keys under two salts: the salt is nowhere, or not all of it. Equal keys for [1, 23] and
+# [12, 3]: the tokens were joined without a separator. For [1, 0] and [0, 31]: they became one number, by a base that
+# a token can exceed.
 # </details>
 
 
 # %%
 def block_keys(tokens, block_size, salt=""):
-    """A list of len(tokens) // block_size keys. tokens: list of int (up to 10**6), salt: str.
+    """A list of len(tokens) // block_size keys. tokens: list of int (0 to 10**6), salt: any str.
 
     Example: block_keys([1, 2, 3, 4, 5], 2) has two keys; the first is that of block_keys([1, 2, 9], 2), too.
     """
@@ -65,7 +67,7 @@ check("07.block_keys", block_keys)
 # **What.** Which stored blocks may this prompt use? `store` maps a key to `(block, prefix)`, where `prefix` is the
 # tuple of *all* tokens up to the block's end. `key_of(parent_key, chunk)` makes a key from the key before (`b""`
 # for the first block) and the tuple of the block's tokens. **This `key_of` may collide**: in some of the tests it
-# does so all the time.
+# does so all the time. The store also holds other tenants' entries, under keys that `key_of` does not give here.
 # **Why.** This is the hit path of the cache. Every rule here is a bug that some engine has had.
 #
 # - Blocks come in order from the first; where one is missing, nothing behind it can be used.
@@ -82,7 +84,7 @@ check("07.block_keys", block_keys)
 # <details><summary>Hint 3: my values look wrong</summary>
 # One block too many where the whole prompt is stored: the last token was served. Too many blocks with a colliding
 # key: the tokens are not compared, or only the last block's own. Too many after a gap: `continue` in place of
-# `break`.
+# `break`. Nothing is ever found: a list is compared with a tuple, or `key_of` was handed a list.
 # </details>
 
 
@@ -282,6 +284,8 @@ check("07.radix_tree", RadixTree)
 # - `keys`: one key for each whole block of the prompt (the last token is taken care of elsewhere).
 # - `free`: list of blocks nobody holds, least recently used first. Stored blocks stay in it until they are needed.
 # - `counts`: list, holders of each block. `block_of`: key to block, `key_of`: block to key, of what is stored now.
+# - A prompt that ends lets its blocks go from the back, so a tail is always evicted before its head: what is stored
+#   of a prompt has no gaps.
 # - All four are changed in place. Returns `(blocks of the prompt, number of reused ones)`. There is always room.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -345,14 +349,14 @@ check("07.admit", admit)
 # %% [markdown]
 # ## 6. Estimate it: a chat service (10 minutes)
 #
-# **What.** Four numbers, to within 1 %. A system prompt of 1,000 tokens, then 10 turns: a question of 50 tokens, an
-# answer of 150. Each turn's prompt is all that was said so far. Leave rounding to blocks out; answers count as
-# stored.
+# **What.** Four numbers, the first and the third to within 1 %, `hit_rate` and `working_set` to within 0.1 %. A
+# system prompt of 1,000 tokens, then 10 turns: a question of 50 tokens, an answer of 150. Each turn's prompt is all
+# that was said so far. Leave rounding to blocks out; answers count as stored.
 #
 # | key | what |
 # |---|---|
 # | `"prompt_tokens"` | prompt tokens sent in one conversation, all ten turns together |
-# | `"hit_rate"` | hit rate of one conversation whose system prompt *another user has already brought in* |
+# | `"hit_rate"` | hit rate (tokens) of one conversation whose system prompt *another user has already brought in* |
 # | `"ttft_ratio"` | TTFT warm / cold of turn 10, if TTFT = 20 ms + 0.1 ms x computed tokens |
 # | `"working_set"` | tokens of KV that 200 such conversations fill after turn 10, system prompt shared |
 #
@@ -366,8 +370,9 @@ check("07.admit", admit)
 # line, once all of them, once 50. Working set: what is shared counts once.
 # </details>
 # <details><summary>Hint 3: my values look wrong</summary>
-# A hit rate near 0.92: the system prompt was counted as missed in turn 1. TTFT ratio 0.0175: the 20 ms are left
-# out. 600,000: the system prompt was counted 200 times. 371,000: the last answer is missing.
+# A hit rate near 0.92: the system prompt was counted as missed in turn 1. 0.9717: the mean of ten rates, not the
+# rate of all tokens. TTFT ratio 0.0175: the 20 ms are left out. 600,000: the system prompt was counted 200 times.
+# 371,000: the last answer is missing.
 # </details>
 
 

@@ -43,6 +43,8 @@ WRONG = {
         ),
         "nothing taken": (("        free -= blocks\n", ""), "subtract"),
         "one block too many kept": (("if free - blocks < spare:", "if free - blocks <= spare:"), "are enough"),
+        "spare for each": (("        free -= blocks\n", "        free -= blocks + spare\n"), "not one for each"),
+        "a float": (("return admitted", "return float(admitted)"), "expected an int"),
         "no spare": (("if free - blocks < spare:", "if free - blocks < 0:"), "must stay free"),
         "slots ignored": (("waiting[:slots]", "waiting"), "slots"),
         "tokens for blocks": (("blocks = -(-tokens // block_size)", "blocks = tokens"), "blocks with blocks"),
@@ -112,6 +114,7 @@ WRONG = {
             ),
             "expected",
         ),
+        "floats": (("return [(n, n ==", "return [(float(n), n =="), "expected an int"),
         "no samples": (("return [(n, n == tokens - computed)", "return [n"), "expected"),
         "the example": ("def plan_step(requests, budget): return [(5, False), (1, True)]", "expected"),
     },
@@ -164,6 +167,26 @@ WRONG = {
         "the first to arrive": (("victim = max(running", "victim = min(running"), "first to arrive"),
         "the end of the list": (("max(running, key=lambda s: s.arrival)", "running[-1]"), "no order"),
         "everybody": (("and len(running) > 1", "and running"), "never a victim"),
+        "the first of all is spared": (
+            "right = make_room\n"
+            "def make_room(needed, running, waiting, free):\n"
+            "    first = min(s.arrival for s in running + waiting)\n"
+            "    victims = []\n"
+            "    while len(free) < needed and any(s.arrival != first for s in running):\n"
+            "        victim = max(running, key=lambda s: s.arrival)\n"
+            "        running.remove(victim)\n"
+            "        free += victim.blocks\n"
+            "        victim.blocks, victim.computed = [], 0\n"
+            "        waiting.append(victim)\n"
+            "        waiting.sort(key=lambda s: s.arrival)\n"
+            "        victims.append(victim.name)\n"
+            "    return victims",
+            "not the first of all",
+        ),
+        "arrival 0 is spared": (
+            ("and len(running) > 1", "and any(s.arrival for s in running)"),
+            "need not be 0",
+        ),
         "all but one": (("len(free) < needed and ", ""), "more victims"),
         "to the end": (("waiting.insert(place, victim)", "waiting.append(victim)"), "end of the queue"),
         "to the front": (("waiting.insert(place, victim)", "waiting.insert(0, victim)"), "front"),
@@ -266,6 +289,11 @@ WRONG = {
         "no decodes in the budget": (figures(steps="4096 / 512"), "go to the streams"),
         "not rounded": (figures(steps="4096 / 480"), "round up"),
         "chunk alone": (figures(chunk_gap_ms="10 + 0.05 * 480"), "ride in the same step"),
+        "budget beside the streams": (figures(chunk_gap_ms="10 + 0.05 * 544"), "part of the 512"),
+        "no streams": (figures(ttft_ms="9 * 10 + 0.05 * 4096"), "in all nine"),
+        "no streams in the full steps": (figures(ttft_ms="8 * 34 + 24.4"), "cost time as well"),
+        "no streams in the last step": (figures(ttft_ms="8 * 35.6 + 22.8"), "in the last step, too"),
+        "8 steps of 544": (figures(ttft_ms="8 * 37.2"), "chunks of 480"),
         "the last step full": (figures(ttft_ms="9 * 35.6"), "last step is smaller"),
         "the last step forgotten": (figures(ttft_ms="8 * 35.6"), "last step is missing"),
         "one forward": (figures(ttft_ms="216.4"), "one forward"),

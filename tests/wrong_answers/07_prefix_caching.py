@@ -35,6 +35,38 @@ HOLD = """    for block in hit:
 TAKE = "    fresh = [free.pop(0) for _ in keys[len(hit) :]]\n    for block in fresh:"
 FORGET = "        if block in key_of:\n            del block_of[key_of.pop(block)]"
 
+CHAIN = "def block_keys(tokens, block_size, salt=''):\n    keys, key = [], {start}\n" + (
+    "    for start in range(0, len(tokens) - block_size + 1, block_size):\n"
+    "        chunk = tokens[start : start + block_size]\n"
+    "        {step}\n"
+    "        keys.append(key)\n"
+    "    return keys"
+)
+
+
+def chain(step: str, start: str = "sha256(salt.encode()).hexdigest()") -> str:
+    """block_keys with another step from key to key, or another start."""
+    return CHAIN.replace("{start}", start).replace("{step}", step)
+
+
+def hashed(text: str) -> str:
+    return chain(f"key = sha256((key + {text}).encode()).hexdigest()")
+
+
+def rolling(base: str, modulo: str = "2**64") -> str:
+    start = "int(sha256(salt.encode()).hexdigest()[:15], 16)"
+    return chain(f"for t in chunk: key = (key * {base} + t + 1) % ({modulo})", start)
+
+
+def joined(mark: str) -> str:
+    """The salt and the whole prefix, joined by a mark."""
+    return KEYS + (
+        "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+        f"    return [sha256({mark!r}.join([salt, *map(str, tokens[:end])]).encode()).digest() for end in ends]"
+    )
+
+
+REDUCE = "__import__('functools').reduce"
 FIGURES = {
     "prompt_tokens": "19500",
     "hit_rate": "19000 / 19500",
@@ -120,6 +152,60 @@ WRONG = {
             "expected",
         ),
         "short digest": ((HASH, "sha256(key + chunk.encode()).digest()[:1]"), "expected"),
+        **{f"rolling, {base}": (rolling(base), "rolling hash") for base in ("31", "33", "131", "50257", "1000003")},
+        "rolling, 31 modulo 10^9 + 7": (rolling("31", "10**9 + 7"), "rolling hash"),
+        "rolling, 131 modulo 2^61 - 1": (rolling("131", "2**61 - 1"), "rolling hash"),
+        "rolling, 1000003 modulo 2^61 - 1": (rolling("1000003", "2**61 - 1"), "rolling hash"),
+        **{
+            f"packed, {base}": (hashed(f"str({REDUCE}(lambda n, t: n * {base} + t, chunk, 0))"), "carries")
+            for base in ("1000", "50257", "128256", "10**6")
+        },
+        **{
+            f"padded, {width}": (hashed(f"''.join(f'{{t:{width}}}' for t in chunk)"), "not at most")
+            for width in ("02d", "03d", "04d", "05d", "03x", "04x")
+        },
+        "text of an array": (hashed("str(__import__('numpy').array(chunk))"), "leaves out its middle"),
+        "text of an array of the prefix": (
+            KEYS + "    import numpy as np\n"
+            "    ends = range(block_size, len(tokens) + 1, block_size)\n"
+            "    return [sha256((repr(salt) + str(np.array(tokens[:end]))).encode()).digest() for end in ends]",
+            "leaves out its middle",
+        ),
+        "6 digits": (chain("key = sha256(f'{key}|{chunk}'.encode()).hexdigest()[:6]"), "too short"),
+        "8 digits": (chain("key = sha256(f'{key}|{chunk}'.encode()).hexdigest()[:8]"), "too short"),
+        "24 bits": (chain("key = hash((key, *chunk)) % 2**24", "hash(salt)"), "too short"),
+        "crc32": (
+            chain("key = __import__('zlib').crc32(repr(chunk).encode(), key)", "len(salt) and hash(salt) % 2**32"),
+            "too short",
+        ),
+        "FNV-1a, 32 bits": (
+            chain(
+                "for t in [*chunk, 0xFFFFFF]: key = (key ^ t) * 16777619 % 2**32",
+                "int(sha256(salt.encode()).hexdigest()[:8], 16)",
+            ),
+            "too short",
+        ),
+        **{
+            f"joined by {name}": (joined(mark), "a mark that a salt may hold")
+            for name, mark in {"newline": "\n", "#": "#", "full stop": ".", "zero": "\0", "tab": "\t"}.items()
+        },
+        **{
+            f"salt, {text}": (chain("key = sha256(f'{key}|{chunk}'.encode()).hexdigest()", start), "all of the salt")
+            for text, start in {
+                "sum of its letters": "str(sum(map(ord, salt)))",
+                "sorted": "str(sorted(salt))",
+                "stripped": "repr(salt.strip())",
+                "in small letters": "repr(salt.lower())",
+                "first 64 letters": "repr(salt[:64])",
+                "ASCII": "salt.encode('ascii')",
+                "zeros cut": "repr(salt.rstrip(chr(0)))",
+            }.items()
+        },
+        "salt as the key of an HMAC": (
+            chain("key = __import__('hmac').new(salt.encode(), f'{key}|{chunk}'.encode(), 'sha256').digest()", "b''"),
+            "all of the salt",
+        ),
+        "nothing": (KEYS + "    pass", "is there a `return`"),
     },
     "07.longest_prefix": {
         "32 blocks at most": (
@@ -178,6 +264,21 @@ WRONG = {
         "nothing": ("def longest_prefix(tokens, block_size, store, key_of): return []", "expected"),
         "count": (("return blocks", "return len(blocks)"), "expected"),
         "only longest": (("blocks.append(block)", "blocks = [block]"), "expected"),
+        "a list against a tuple": ((PREFIX, PREFIX.replace("tuple(tokens[:end])", "tokens[:end]")), "never equals"),
+        "a list to key_of": (
+            ("key_of(key, tuple(tokens[end - block_size : end]))", "key_of(key, tokens[end - block_size : end])"),
+            "handed a list",
+        ),
+        "key_of ignored": (
+            "def longest_prefix(tokens, block_size, store, key_of):\n"
+            "    stored, blocks = {prefix: block for block, prefix in store.values()}, []\n"
+            "    for end in range(block_size, len(tokens), block_size):\n"
+            "        if tuple(tokens[:end]) not in stored:\n"
+            "            break\n"
+            "        blocks.append(stored[tuple(tokens[:end])])\n"
+            "    return blocks",
+            "another tenant",
+        ),
         "own hash": (
             (
                 "key_of(key, tuple(tokens[end - block_size : end]))",
@@ -312,6 +413,28 @@ WRONG = {
             "    def edges(self): return sorted(self.all - {()})",
             "each stored token once",
         ),
+        "stretches turned round": (("found.append(stretch)", "found.append(stretch[::-1])"), "in its order"),
+        "stretches sorted": (("found.append(stretch)", "found.append(tuple(sorted(stretch)))"), "in its order"),
+        "cut at other places": (
+            "class Soup(RadixTree):\n"
+            "    def edges(self):\n"
+            "        found = super().edges()\n"
+            "        soup = [token for edge in found for token in edge]\n"
+            "        return [(t,) for t in soup[: len(found) - 1]] + [tuple(soup[len(found) - 1 :])] * bool(found)\n"
+            "RadixTree = Soup",
+            "in its order",
+        ),
+        "moved by one token": (
+            "class Moved(RadixTree):\n"
+            "    def edges(self):\n"
+            "        found = super().edges()\n"
+            "        soup = iter([t for e in found[1:] + found[:1] for t in e])\n"
+            "        return [tuple(next(soup) for _ in edge) for edge in found]\n"
+            "RadixTree = Moved",
+            "in its order",
+        ),
+        "edges without return": (("        return found\n", "        pass\n"), "edges() gave None"),
+        "edges in one row": (("found.append(stretch)", "found.extend(stretch)"), "must be a list of tuples"),
         "shared by all": (
             (
                 "        self.children = {}  # first token",
@@ -364,7 +487,7 @@ WRONG = {
             "every idle block",
         ),
         "block_of left": ((FORGET, "        key_of.pop(block, None)"), "old key"),
-        "never reuses": (("        hit.append(block_of[key])", "        break"), "expected"),
+        "never reuses": (("        hit.append(block_of[key])", "        break"), "do not agree"),
         "most recent first": (
             (
                 "free.pop(0) for _ in keys[len(hit) :]]\n    for block in fresh:",
@@ -372,6 +495,8 @@ WRONG = {
             ),
             "expected",
         ),
+        "the blocks alone": (("return hit + fresh, len(hit)", "return hit + fresh"), "expected a pair"),
+        "no return": (("    return hit + fresh, len(hit)\n", ""), "expected a pair"),
         "new lists": (
             (
                 TAKE,
@@ -387,6 +512,13 @@ WRONG = {
         "own answer": (figures(prompt_tokens="sum(1200 + 200 * i for i in range(10))"), "own answer"),
         "first turn missed": (figures(hit_rate="18000 / 19500"), "turn 1 finds it"),
         "answers not found": (figures(hit_rate="(19000 - 1350) / 19500"), "answers are stored"),
+        "mean of the rates": (
+            figures(hit_rate="sum(1 - 50 / (1050 + 200 * i) for i in range(10)) / 10"),
+            "mean of the turns",
+        ),
+        "the last turn": (figures(hit_rate="2800 / 2850"), "turn 10 alone"),
+        "own answer found": (figures(hit_rate="1 - 500 / 21000"), "not in its prompt"),
+        "two digits": (figures(hit_rate="0.97"), "more than 0.1 %"),
         "percent": (figures(hit_rate="100 * 19000 / 19500"), "between 0 and 1"),
         "no floor": (figures(ttft_ratio="50 / 2850"), "20 ms"),
         "upside down": (figures(ttft_ratio="305 / 25"), "cold / warm"),

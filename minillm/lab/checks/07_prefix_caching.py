@@ -5,16 +5,20 @@ Chapter 07.
 
 from __future__ import annotations
 
+import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import sha256
+from itertools import combinations, pairwise
 
 from minillm.lab.check import Drive, Hint, register
+from minillm.lab.compare import describe, mismatch
 from minillm.lab.estimates import estimates, slips
 
 # 1. Keys of blocks. Keys themselves are free, so what is compared is which of them are equal.
 
+CROWD = 17_500, 16  # prompts and blocks of each: of 280,000 keys with 32 bits, nine pairs are equal on average
 PROBE = 200  # bytes or characters that a key may have: a digest and a salt, and far from a long prompt
 
 
@@ -24,10 +28,11 @@ def key_pattern(answer, calls):
     for tokens, size, salt in calls:
         given = list(tokens)
         keys = answer(given, size, salt) if salt else answer(given, size)
+        keys = list(keys) if isinstance(keys, Iterator) else keys
         if given != list(tokens):
             return "tokens were changed in place"
         if not isinstance(keys, list | tuple):
-            return f"expected a list of keys, got {type(keys).__name__}"
+            return f"expected a list of keys, got {describe(keys)}"
         for key in keys:
             if isinstance(key, bool) or not isinstance(key, bytes | str | int):
                 return f"a key is a {type(key).__name__}; it must be bytes, str or int"
@@ -35,6 +40,23 @@ def key_pattern(answer, calls):
                 return f"a key is longer than {PROBE} bytes: it must not grow with the prompt"
         found.append([seen.setdefault(key, len(seen)) for key in keys])
     return found
+
+
+def crowd_pattern(answer, pool):
+    """Whether many short prompts, each with a first token of its own, have a key of its own for each block."""
+    prompts, blocks = CROWD
+    keys = set()
+    for i in range(prompts):
+        keys.update(answer([7 * i, *pool[i : i + blocks - 1]], 1))
+    return DISTINCT if len(keys) == prompts * blocks else f"{prompts * blocks} keys must differ, {len(keys)} do"
+
+
+DISTINCT = "no two are equal"
+
+
+def said(got, expected):
+    """As `mismatch`, but a text in place of a list is the message itself."""
+    return got if isinstance(got, str) and got != expected else mismatch(got, expected)
 
 
 def expect_pattern(calls):
@@ -92,17 +114,46 @@ def grows(got, expected, case) -> bool:
     return isinstance(got, str) and "grow" in got
 
 
+def in_group(name):
+    return lambda got, expected, case: f"({name})" in case.call
+
+
+PACKED = "tokens like digits"
+WIDTHS = "tokens longer than their field"
+SHORTENED = ("500s of long prompts", "blocks of more than 1,000 tokens")
+MARKS, LOSSY, MANY = "salts like tokens", "salts of all kinds", "many keys"
+GROUPS = {
+    PACKED: "tokens as the digits of one number, or a rolling hash: a token may be larger than the base, and carries",
+    WIDTHS: "`05d` is a width at least, not at most: larger tokens run into the next; write a mark between tokens",
+    SHORTENED[0]: "the text of a long array leaves out its middle: numpy and torch write `...` there",
+    SHORTENED[1]: "the text of a long array leaves out its middle: numpy and torch write `...` there",
+    MARKS: "salt and tokens are joined by a mark that a salt may hold: hash the salt first, by itself",
+    LOSSY: "all of the salt must be in the key as it is: any text, of any length",
+    MANY: "the key is too short: of 32 bits some are equal among 300,000; keep 8 bytes or more",
+}
+BASES = (31, 33, 37, 131, 257, 1000, 10_000, 32_000, 49_152, 50_257, 100_000, 128_256, 151_936, 10**6)
+WIDE = [([x, 7], [x // 10, x % 10 * 10**w + 7]) for w, x in enumerate((12, 123, 1234, 12345, 123456), 1)]
+WIDE += [([x, 6], [x // 16, x % 16 * 16**w + 6]) for w, x in enumerate((0x12, 0x123, 0x1234, 0x12345), 1)]
+
+
 @register(
     "07.block_keys",
     points=2,
     title="The key of a block",
-    hints=[*slips(KEYS), Hint("hash the running key together with the block, not the tokens themselves", when=grows)],
+    hints=[
+        *slips(KEYS),
+        Hint("hash the running key together with the block, not the tokens themselves", when=grows),
+        Hint("nothing was returned: is there a `return`?", when=lambda got, *_: str(got).endswith("keys, got None")),
+        *(Hint(text, when=in_group(name)) for name, text in GROUPS.items()),
+    ],
 )
 def block_keys(rng):
     a, b, c = ([rng.randrange(10**6) for _ in range(4)] for _ in range(3))
+    salts = ("ab", "ba", "Ab", " ab", "ab ", "ab\0", "租户", "户租", "t" * 100, "t" * 99 + "u")
     wide, long = [rng.randrange(10, 150_000) for _ in range(70)], rng.choices(range(50), k=600)
     groups = {
         "the same block after different ones": [(a + b, 4, ""), (c + b, 4, ""), (a + c, 4, ""), (b + b, 4, "")],
+        LOSSY: [(a, 4, salt) for salt in salts],
         "prompts with a partial last block": [(a + b[:3], 4, ""), (a + b, 4, ""), (a[:3], 4, ""), ([], 4, "")],
         "two salts": [(a + b, 4, "one"), (a + b, 4, "two"), (a + b, 4, ""), (a + b, 4, "one")],
         "other orders": [([1, 2, 3, 4], 2, ""), ([2, 1, 3, 4], 2, ""), ([1, 2, 4, 3], 2, ""), ([3, 4, 1, 2], 2, "")],
@@ -119,19 +170,46 @@ def block_keys(rng):
         ],
         "sums": [([3, 5], 2, ""), ([4, 4], 2, ""), ([2, 6], 2, ""), ([3, 5, 4, 4], 2, "")],
         "blocks of one token": [([7, 7, 7, 7], 1, ""), ([7, 7, 8, 7], 1, ""), ([0, 0, 0], 1, "")],
-        "salts like tokens": [([1, 2, 3, 4], 2, "1,2"), ([1, 2, 1, 2], 2, ""), ([3, 4], 2, "1,2")]
+        MARKS: [([1, 2, 3, 4], 2, "1,2"), ([1, 2, 1, 2], 2, ""), ([3, 4], 2, "1,2")]
         + [([2], 1, "x1"), ([12], 1, "x"), ([1, 2], 1, "x")]
-        + [([2], 1, f"x{mark}1") for mark in ",;|:/ -_"],
+        + [([2], 1, f"x{mark}1") for mark in string.punctuation + string.whitespace + "\0"],
         "one block after 600 others": [([i, 1], 1, "") for i in range(600)],
         "long prompts": [([first, *long], 4, "tenant") for first in (1, 2)],
         "blocks of 33": [(wide, 33, "")]
         + [([*wide[:at], 7, *wide[at + 1 :]], 33, "") for at in (0, 15, 16, 31, 32, 33, 65)],
     }
+    groups[PACKED] = [([1, t], 2, "") for t in (0, 5)]
+    groups[PACKED] += [([0, t + base], 2, "") for t in (0, 5) for base in BASES if t + base <= 10**6]
+    groups[PACKED] += [([1735, 1, 11859, 1], 4, ""), ([1, 21664, 1, 35522], 4, "")]  # base 1000003, modulo 2**64
+    groups[PACKED] += [([9305, 1, 1, 1], 4, ""), ([1, 7195, 30790, 1811], 4, "")]  # and modulo 2**61 - 1
+    groups[WIDTHS] = [(tokens, 2, "") for pair in WIDE for tokens in pair]
+    middle = [rng.randrange(10**6) for _ in range(2500)]
+    middles = [middle, *([*middle[:at], 7, *middle[at + 1 :]] for at in (600, 1250, 1900))]
+    groups |= {name: [(tokens, size, "") for tokens in middles] for name, size in zip(SHORTENED, (500, 1250))}
     few = [rng.choices(range(3), k=rng.randint(0, 9)) for _ in range(30)]
     groups["many short prompts"] = [(tokens, 2, rng.choice(["", "x"])) for tokens in few]
+    wrong = []  # what has failed so far: neither a wrong answer nor a hint has to wait for the crowd
+
+    def ask(pattern, expected, *args):
+        wrong.append(pattern)
+        got = pattern(*args)
+        if said(got, expected) is None:
+            wrong.pop()
+        return got
+
     for name, calls in groups.items():
         text = f"block_keys on {len(calls)} prompt{'s' * (len(calls) > 1)} ({name}); equal numbers are equal keys"
-        yield Drive(lambda answer, calls=calls: key_pattern(answer, calls), expect_pattern(calls), text)
+        expected = expect_pattern(calls)
+        run = partial(lambda calls, expected, answer: ask(key_pattern, expected, answer, calls), calls, expected)
+        yield Drive(run, expected, text, compare=said)
+    pool = rng.choices(range(10**6), k=sum(CROWD))
+    text = f"block_keys on {CROWD[0]} prompts of {CROWD[1]} blocks ({MANY})"
+    yield Drive(
+        lambda answer: "asked when all else is right" if wrong else ask(crowd_pattern, DISTINCT, answer, pool),
+        DISTINCT,
+        text,
+        compare=said,
+    )
 
 
 # 2. The longest stored prefix.
@@ -167,14 +245,18 @@ def stored(prompts, size, key_of, missing=()):
     return store
 
 
-def expect_prefix(tokens, size, store):
-    """By the tokens alone: at most one entry stands for a prefix."""
-    by_prefix, blocks = {prefix: block for block, prefix in store.values()}, []
-    for end in range(size, len(tokens), size):
-        if tuple(tokens[:end]) not in by_prefix:
-            break
-        blocks.append(by_prefix[tuple(tokens[:end])])
-    return blocks
+def tenant(parent, chunk):
+    """The keys of one tenant among others in the same store."""
+    return (parent or b"tenant-a") + bytes(chunk)
+
+
+def expect_prefix(tokens, size, store, key_of):
+    """All whole prefixes, each with the entry under its own key; those before the first that is another's."""
+    key, held = b"", []
+    for prefix in (tuple(tokens[:end]) for end in range(size, len(tokens), size)):
+        key = key_of(key, prefix[-size:])
+        held.append(store[key][0] if key in store and store[key][1] == prefix else None)
+    return held[: held.index(None)] if None in held else held
 
 
 def prefix_slip(limit=lambda n: n - 1, same=lambda stored, prefix, size: stored == prefix, gaps=False):
@@ -215,6 +297,19 @@ def no_parent(tokens, size, store, key_of):
     return blocks
 
 
+def chunk_list(tokens, size, store, key_of):
+    return prefix_slip()(tokens, size, store, lambda parent, chunk: key_of(parent, list(chunk)))
+
+
+def scan(tokens, size, store, key_of):
+    by_prefix, blocks = {prefix: block for block, prefix in store.values()}, []
+    for end in range(size, len(tokens), size):
+        if tuple(tokens[:end]) not in by_prefix:
+            break
+        blocks.append(by_prefix[tuple(tokens[:end])])
+    return blocks
+
+
 def block_left(tokens, size, store, key_of):
     return prefix_slip(lambda n: n - size)(tokens, size, store, key_of)
 
@@ -234,6 +329,11 @@ PREFIX = {
     "one token has to be left to compute, not a whole block": block_left,
     "one token has to be left to compute, not two": prefix_slip(lambda n: n - 2),
     "the key before was not handed to key_of": no_parent,
+    "key_of was handed a list: it takes the block's tokens as a tuple": chunk_list,
+    "nothing is found: a list never equals a tuple, so compare what is stored with tuple(tokens[:end])": prefix_slip(
+        same=lambda stored, prefix, size: False
+    ),
+    "an entry counts only under the key that key_of gives: others stand for another tenant, or model": scan,
 }
 
 
@@ -260,18 +360,26 @@ def longest_prefix(rng):
             asked += [others[2] + base[2 * size : 3 * size] + [8]]  # only the block between them is another
             for missing in ((), (1,)):
                 store = stored([base, *others], size, key_of, missing)
-                expected = [expect_prefix(tokens, size, store) for tokens in asked]
+                expected = [expect_prefix(tokens, size, store, key_of) for tokens in asked]
                 run = partial(prefixes_of, asked=asked, size=size, store=store, key_of=key_of)
                 text = f"longest_prefix on {len(asked)} prompts, blocks of {size}, keys: {name}"
                 yield Drive(run, expected, text + (", one block evicted" if missing else ""))
     base = prompt(33 * 40, 150_000)
     asked = [base, [*base, 7], base[:-1], [*base[: 33 * 25 + 32], 7], base[: 33 * 9 + 16] + prompt(90)]
     store = stored([base], 33, honest)
-    expected = [expect_prefix(tokens, 33, store) for tokens in asked]
+    expected = [expect_prefix(tokens, 33, store, honest) for tokens in asked]
     yield Drive(
         partial(prefixes_of, asked=asked, size=33, store=store, key_of=honest),
         expected,
         f"longest_prefix on {len(asked)} prompts of up to {len(base) + 1} tokens, blocks of 33",
+    )
+    asked = [[1, 2, 3], [3, 4, 5], [3, 4, 1, 2, 9]]
+    store = {b"tenant-b\x01\x02": (7, (1, 2)), b"tenant-a\x03\x04": (8, (3, 4))}
+    store |= {b"tenant-b\x03\x04\x01\x02": (9, (3, 4, 1, 2))}
+    yield Drive(
+        partial(prefixes_of, asked=asked, size=2, store=store, key_of=tenant),
+        [expect_prefix(tokens, 2, store, tenant) for tokens in asked],
+        f"longest_prefix on {len(asked)} prompts, blocks of 2, keys: two tenants in one store",
     )
 
 
@@ -444,6 +552,9 @@ def run_tree(answer, calls):
 
 def judge_edges(edges, ends):
     """One line on the shape: right, or what is wrong with it."""
+    edges = list(edges) if isinstance(edges, Iterable) else edges
+    if not isinstance(edges, list) or not all(isinstance(edge, Iterable) for edge in edges):
+        return f"edges() gave {describe(edges)}: it must be a list of tuples"
     edges = [tuple(edge) for edge in edges]
     prefixes = {end[:n] for end in ends for n in range(1, len(end) + 1)}
     if any(not edge for edge in edges):
@@ -457,7 +568,36 @@ def judge_edges(edges, ends):
     allowed = needed | set(ends) - {()}
     if not len(needed) <= len(edges) <= len(allowed):
         return f"{len(edges)} edges, where {len(needed)} to {len(allowed)} are enough"
+    if not tiles(stretches(needed, allowed), edges):
+        return f"{describe(edges)} are no stretches between the places where paths part or end"
     return "edges are right"
+
+
+def stretches(needed, allowed):
+    """(tokens, places inside where an edge may end) from each needed cut to the next one below it."""
+    found = []
+    for prefix in needed:
+        top = next((n for n in range(len(prefix) - 1, 0, -1) if prefix[:n] in needed), 0)
+        found.append((prefix[top:], [n - top for n in range(top + 1, len(prefix)) if prefix[:n] in allowed]))
+    return found
+
+
+def tiles(stretches, edges) -> bool:
+    """Are the edges these stretches, each whole or cut at some of its places? All that may be left is kept."""
+    left = {frozenset(Counter(edges).items())}
+    for tokens, places in sorted(stretches, key=lambda stretch: len(stretch[1])):
+        ways = [
+            Counter(tokens[a:b] for a, b in pairwise((0, *some, len(tokens))))
+            for count in range(len(places) + 1)
+            for some in combinations(places, count)
+        ]
+        left = {
+            frozenset((have - way).items())
+            for have in (Counter(dict(one)) for one in left)
+            for way in ways
+            if way <= have
+        }
+    return frozenset() in left
 
 
 def expect_tree(calls):
@@ -570,7 +710,9 @@ def shape(word):
         *slips({text: tree_slip(mistake) for text, mistake in TREES.items()}),
         Hint("an empty edge: when nothing is left, nothing hangs below", when=shape("an edge is empty")),
         Hint("an edge was cut where nothing parts or ends", when=shape("are enough")),
-        Hint("edges() does not hold each stored token once", when=shape("tokens")),
+        Hint("an edge is a stretch of what was stored, in its order", when=shape("no stretches")),
+        Hint("nothing was returned: is there a `return`?", when=shape("edges() gave None")),
+        Hint("edges() does not hold each stored token once", when=shape("the edges hold")),
     ],
 )
 def radix_tree(rng):
@@ -640,10 +782,14 @@ def run_pool(answer, num_blocks, events):
                     free.append(block)
             continue
         keys = list(event)
-        blocks, reused = answer(keys, free, counts, block_of, key_of)
+        result = answer(keys, free, counts, block_of, key_of)
+        try:
+            blocks, reused = result
+            tables.append(list(blocks))
+        except (TypeError, ValueError):
+            return [*found, f"expected a pair, (blocks, how many were reused), got {describe(result)}"]
         if keys != list(event):
             return [*found, "keys were changed in place"]
-        tables.append(list(blocks))
         for block, key in zip(blocks[reused:], keys[reused:]):
             content[block] = key  # prefill writes
         reads = [content.get(block) for block in blocks]
@@ -780,8 +926,14 @@ def prefixes(word):
 
 def pool_case(num_blocks, events):
     shown = ["end of prompt " + str(e) if isinstance(e, int) else f"admit({e[:9]})" for e in events[:6]]
+    expected = expect_pool(num_blocks, events)
     text = f"pool of {num_blocks}: " + "; ".join(shown) + ("; ..." if len(events) > 6 else "")
-    return Drive(lambda answer: run_pool(answer, num_blocks, events), expect_pool(num_blocks, events), text)
+    return Drive(partial(run_pool, num_blocks=num_blocks, events=events), expected, text, compare=last_said)
+
+
+def last_said(got, expected):
+    """As `mismatch`, but a text at the end of the list is the message itself."""
+    return got[-1] if got and isinstance(got[-1], str) else mismatch(got, expected)
 
 
 # 6. Estimate it.
@@ -799,7 +951,11 @@ FIGURES = {  # key: expected, {what a slip gives: its name}
     ),
     "hit_rate": (
         19000 / 19500,
+        0.001,
         {
+            0.97171: "that is the mean of the turns' rates: divide all found tokens by all sent ones",
+            2800 / 2850: "that is turn 10 alone; all ten are asked for",
+            1 - 500 / 21000: "a turn's own answer is not in its prompt",
             18000 / 19500: "the system prompt was there already: turn 1 finds it, too",
             (19000 - 150 * 9) / 19500: "answers are stored, too: all but the new question is found",
             10000 / 19500: "not only the system prompt is found: earlier turns are, too",
