@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_same_tokens import model_of
@@ -14,6 +15,7 @@ from minillm.cache.paged import PagedCache
 from minillm.engine.batch import Batch
 from minillm.engine.beam import beam_search
 from minillm.engine.engine import Engine
+from minillm.engine.memory import blocks_in, check_room
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Answer
 from minillm.engine.policies import POLICIES, Arrival, make_trace, run_trace
@@ -356,6 +358,51 @@ def test_the_life_of_one_token_is_told_as_it_is(capsys):
         assert (root / "minillm" / file).is_file(), file
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_blocks": 20_000_000},
+            "num_blocks=20000000: at most [1-9][0-9]* blocks of 4 tokens fit the .* of cpu",
+        ),
+        ({"num_blocks": 10**9, "kv_cache_dtype": "int4"}, "num_blocks=1000000000: at most [1-9]"),
+        ({"block_size": 10**9}, "block_size=1000000000: at most [1-9][0-9]* tokens fit"),
+        ({"block_size": 10**9, "kv_cache_dtype": "int2"}, "block_size=1000000000: at most [1-9][0-9]* tokens fit"),
+        ({"num_host_blocks": 10**9, "preemption": "swap"}, "num_host_blocks=1000000000: .* besides num_blocks=64"),
+    ],
+)
+def test_blocks_beyond_the_memory_there_is_are_refused(model, options, message, monkeypatch):
+    monkeypatch.setattr("minillm.engine.engine.BlockPool", lambda *_: pytest.fail("something was allocated"))
+    with pytest.raises(ParamsError, match=message):
+        make(model, **options)
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8", "int2"])
+def test_blocks_are_refused_from_the_first_that_does_not_fit(model, kind, monkeypatch):
+    monkeypatch.setattr("minillm.engine.memory.device_memory", lambda _: 10**6)
+
+    def check(**options):
+        resolved = EngineOptions(**options).resolved(model.config, 1)
+        check_room(resolved, model.config, torch.float32, torch.device("cpu"))
+
+    base = {"kv_cache_dtype": kind, "preemption": "swap", "max_num_seqs": 2, "block_size": 4}
+    most = blocks_in(10**6, model.config, EngineOptions(**base), torch.float32)
+    check(**base, num_blocks=most - 3, num_host_blocks=3)
+    for device, host, message in (
+        (most + 1, 0, f"num_blocks={most + 1}: at most {most} blocks"),
+        (most - 3, 4, f"num_host_blocks=4: at most 3 blocks of 4 tokens fit .* besides num_blocks={most - 3}"),
+    ):
+        with pytest.raises(ParamsError, match=message):
+            check(**base, num_blocks=device, num_host_blocks=host)
+    base["preemption"] = "recompute"
+    with pytest.raises(ParamsError, match="block_size=") as error:
+        check(**{**base, "block_size": 10**5})
+    largest = int(re.search(r"at most (\d+) tokens", str(error.value)).group(1))
+    check(**{**base, "block_size": largest})
+    with pytest.raises(ParamsError, match=f"at most {largest} tokens"):
+        check(**{**base, "block_size": largest + 1})
+
+
 @pytest.mark.parametrize("width", [1, 3, 5])
 @pytest.mark.parametrize("ends", [(), (57,), (127, 19)])
 def test_beam_search_finds_what_transformers_finds(width, ends):
@@ -378,3 +425,36 @@ def test_beam_search_finds_what_transformers_finds(width, ends):
     assert width == 1 or result.most_blocks < result.unshared_blocks
     if not ends and width == 1:
         assert texts == [generate_naive(model, prompt, 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("width", bad) for bad in (0, True, "a", 10**12)),
+        *(("max_tokens", bad) for bad in (0, 1.0, None)),
+        *(("block_size", bad) for bad in (0, -1, "a", 4.0, 10**12)),
+        *(("length_penalty", bad) for bad in (None, "a", 1e9, -1e9, float("nan"), float("inf"), True)),
+        *(("eos_ids", bad) for bad in (None, 5, "ab", [-1], [None], [1.0], [True])),
+    ],
+)
+def test_beam_search_refuses_bad_arguments_by_name(model, name, bad, monkeypatch):
+    monkeypatch.setattr("minillm.engine.beam.BlockPool", lambda *_: pytest.fail("something was allocated"))
+    with pytest.raises(ParamsError, match=f"^{name}=") as error:
+        beam_search(model, PROMPTS[0], **{name: bad})
+    assert repr(bad) in str(error.value)
+
+
+def test_beam_search_takes_numbers_of_numpy(model):
+    plain = beam_search(model, PROMPTS[0], 2, 5, eos_ids=(57,), length_penalty=0.5, block_size=4)
+    options = {"eos_ids": np.array([57, 57]), "length_penalty": np.float32(0.5), "block_size": np.int64(4)}
+    assert beam_search(model, PROMPTS[0], np.int64(2), np.int64(5), **options) == plain
+
+
+@pytest.mark.parametrize("width", [3, 300])  # 300: more than there are texts
+def test_beam_search_where_every_token_ends_a_text(model, width):
+    vocab = model.config.vocab_size
+    result = beam_search(model, PROMPTS[0], width, 5, eos_ids=range(vocab))
+    logprobs = model(torch.tensor([PROMPTS[0]]))[0, -1].log_softmax(-1)
+    values, tokens = logprobs.topk(min(width, vocab))
+    assert [beam.tokens for beam in result.beams] == [[token] for token in tokens.tolist()]
+    assert [beam.score for beam in result.beams] == pytest.approx(values.tolist(), rel=1e-5)

@@ -1,5 +1,8 @@
 """Faults that other engines had. Each is one test by name, and all of them are about what is left behind."""
 
+import threading
+from contextlib import suppress
+
 import pytest
 import torch
 from test_same_tokens import model_of
@@ -9,7 +12,7 @@ from minillm.cache.block_pool import NoRoom
 from minillm.engine.engine import Engine
 from minillm.engine.options import EngineOptions
 from minillm.engine.request import State
-from minillm.errors import PromptError
+from minillm.errors import ParamsError, PromptError
 from minillm.model.generate import generate_naive
 from minillm.model.sampling import SamplingParams
 
@@ -128,24 +131,102 @@ def test_a_request_that_waits_for_room_asks_the_cache_once(model, prefix):
     assert stats.hits == engine.completions(late)[0].metrics.cached_tokens > 0
 
 
-@pytest.mark.parametrize("way", ["copy_blocks", "swap_out", "swap_in"])
-def test_a_copy_that_fails_is_made_up_for_by_the_next_step(model, monkeypatch, way):
-    """The tables named the new blocks already; a step that began anew would read what was never copied."""
-    options = {} if way == "copy_blocks" else {"num_blocks": 8, "headroom": 0, "preemption": "swap"}
-    engine, n = make(model, **options), 3 if way == "copy_blocks" else 1
-    plain, failures = getattr(engine.runner.cache, way), [MemoryError("no room")]
+# Where a step may break off: what is called, and whether it was done by then.
+BREAKS = {
+    "nothing is planned": (lambda e: e.scheduler, "schedule", False),
+    "a hit is shared, and no table has it": (lambda e: e.pool, "share", True),
+    "blocks are taken, and no table has them": (lambda e: e.pool, "allocate", True),
+    "the plan is made, and nobody has it": (lambda e: e.scheduler, "schedule", True),
+    "before copy-on-write": (lambda e: e.runner.cache, "copy_blocks", False),
+    "before a swap out": (lambda e: e.runner.cache, "swap_out", False),
+    "before a swap in": (lambda e: e.runner.cache, "swap_in", False),
+    "the forward is done": (lambda e: e.runner, "run", True),
+    "tokens are handed out, and not recorded": (lambda e: e.scheduler, "update", False),
+    "blocks are indexed, and not counted": (lambda e: e.pool, "insert", True),
+    "all is recorded, and who is done has not left": (lambda e: e.scheduler, "update", True),
+    "half of those who are done have left": (lambda e: e.scheduler, "finish", True),
+}
 
-    def fails_once(*args):
-        if failures:
-            raise failures.pop()
-        return plain(*args)
 
-    monkeypatch.setattr(engine.runner.cache, way, fails_once)
-    prompts = [[*PROMPT, i] for i in range(1 if n > 1 else 3)]
-    groups = [engine.add(prompt, greedy(12, n=n)) for prompt in prompts]
-    with pytest.raises(MemoryError):
-        finish(engine, *groups)
-    assert finish(engine, *groups) == [[expected(model, prompt, 12)] * n for prompt in prompts]
+@pytest.mark.parametrize("where", BREAKS)
+@pytest.mark.parametrize("prefix", ["off", "hash", "radix"])
+def test_a_step_that_breaks_off_leaves_only_the_tokens_that_it_gave(model, monkeypatch, prefix, where):
+    """Ctrl-C in a notebook, or no memory, while others are being answered: nobody says other tokens for it."""
+    owner, name, done = BREAKS[where]
+    broken = 0
+    for chance in range(1, 30, 3):
+        engine, calls = make(model, prefix, num_blocks=9, headroom=0, preemption="swap"), 0
+        plain = getattr(owner(engine), name)
+
+        def breaks(*args, plain=plain, chance=chance):
+            nonlocal calls, broken
+            calls += 1
+            result = plain(*args) if done or calls != chance else None
+            if calls == chance:
+                broken += 1
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(owner(engine), name, breaks)
+        prompts, counts = [PROMPT, [*PROMPT[:8], 3], [9, 4]], (1, 3, 2)
+        groups = [engine.add(prompt, greedy(9, n=n)) for prompt, n in zip(prompts, counts)]
+        with suppress(KeyboardInterrupt):
+            finish(engine, *groups)
+        assert finish(engine, *groups) == [[expected(model, prompt, 9)] * n for prompt, n in zip(prompts, counts)]
+    assert broken
+
+
+def test_a_salt_that_no_file_could_hold_is_a_salt(model):
+    engine = make(model, "hash")
+    groups = [engine.add(PROMPT, greedy(), salt=salt) for salt in ("\ud800", "", "\ud801")]
+    assert finish(engine, *groups) == [[expected(model, PROMPT)]] * 3
+
+
+@pytest.mark.parametrize("bad", [{"salt": None}, {"salt": 5}, {"priority": 1.5}, {"priority": float("nan")}])
+def test_a_bad_salt_or_priority_is_refused_before_it_is_queued(model, bad):
+    engine = make(model, "hash")
+    with pytest.raises(ParamsError, match=next(iter(bad))):
+        engine.add(PROMPT, greedy(), **bad)
+    assert not engine.has_work and not engine.groups
+
+
+def test_a_refused_request_draws_nothing_from_the_common_seed(model):
+    free = SamplingParams(max_tokens=8)
+    alone = run(make(model, num_blocks=6), PROMPT, free)
+    engine = make(model, num_blocks=6)
+    with pytest.raises(PromptError, match="could never run"):
+        engine.add(PROMPT, SamplingParams(max_tokens=40, n=3))
+    assert run(engine, PROMPT, free) == alone
+
+
+def test_threads_take_turns(model):
+    engine, answers = make(model, "radix", num_blocks=12), {}
+
+    def ask(number):
+        for round in range(4):
+            group = engine.add([*PROMPT, number, round], greedy(6))
+            while not group.finished:
+                engine.step()
+            answers[number, round] = group.requests[0].output
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {(i, k): expected(model, [*PROMPT, i, k], 6) for i in range(4) for k in range(4)}
+    assert engine.pool.free_count == engine.pool.num_blocks
+
+
+def test_an_abort_in_the_middle_of_a_step_waits_for_its_end(model, monkeypatch):
+    """The garbage collector closes a forgotten stream whenever it likes."""
+    engine = make(model)
+    forgotten, other = engine.add(PROMPT, greedy()), engine.add(PROMPT[:5], greedy())
+    plain = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda batch: (engine.abort(forgotten), plain(batch))[1])
+    engine.step()
+    assert forgotten.finished and forgotten.requests[0].answer.finish_reason == "abort"
+    assert finish(engine, other) == [[expected(model, PROMPT[:5])]]
 
 
 @CACHES

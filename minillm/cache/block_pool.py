@@ -206,6 +206,15 @@ class BlockPool:
                 raise PoolError(f"block {block} is held by no table; its content may be overwritten at any time")
         self.index.insert(tokens, blocks, salt)
 
+    def clear(self, index: PrefixIndex | None = None) -> None:
+        """As when it was made: no table holds a block, no content counts. `index` takes the old one's place, and goes
+        on with its statistics."""
+        if index is not None and self.index is not None:
+            index.stats = self.index.stats
+        self.index, self._free, self._cached = index, deque(range(self.num_blocks)), 0
+        self._counts, self._twins = [0] * self.num_blocks, {}
+        self.written(range(self.num_blocks))
+
     def check(self, tables: Iterable[BlockTable] | None = None) -> None:
         """Raise AssertionError unless the invariant holds. With all the tables, their blocks are counted too."""
         free = set(self._free)

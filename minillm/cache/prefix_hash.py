@@ -105,7 +105,7 @@ class HashIndex:
 
     def _keys(self, tokens: Sequence[int], salt: str) -> Iterator[tuple[bytes, tuple]]:
         """(key, tokens) of each whole block."""
-        key, size = salt.encode(), self.block_size
+        key, size = salt.encode("utf-8", "surrogatepass"), self.block_size  # any string is a salt
         for start in range(0, len(tokens) - size + 1, size):
             chunk = tuple(tokens[start : start + size])
             key = self.hash_block(key, chunk)

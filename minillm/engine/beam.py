@@ -11,19 +11,23 @@ pool, tables and runner of the engine, without the scheduler: all beams are in e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 
 from minillm.cache.block_pool import BlockPool, BlockTable, blocks_for
-from minillm.cache.paged import PagedCache
+from minillm.cache.paged import PagedCache, cache_bytes
 from minillm.engine.batch import Batch
 from minillm.engine.request import Request
 from minillm.engine.runner import Runner
 from minillm.errors import ParamsError, illegal
 from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
+from minillm.model.weights import device_memory
+
+MOST_PENALTY = 10  # of either sign; length ** 10 is a float for any context
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,24 @@ def beam_search(
     width: int = 4,
     max_tokens: int = 32,
     *,
-    eos_ids: Sequence[int] = (),
+    eos_ids: Iterable[int] = (),
     length_penalty: float = 1.0,
     block_size: int = 16,
 ) -> BeamResult:
     """The best texts of up to max_tokens new tokens; those that met end-of-text include it."""
     check_prompt(prompt, model.config)
-    for name, value in (("width", width), ("max_tokens", max_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    for name, value in (("width", width), ("max_tokens", max_tokens), ("block_size", block_size)):
+        if not _is_integer(value) or value < 1:
             raise ParamsError(illegal(name, value, "must be a whole number of at least 1"))
-    limit = min(max_tokens, model.config.max_length + 1 - len(prompt))
-    room = 2 * width * blocks_for(len(prompt) + limit, block_size)  # the old beams and the new ones, for a moment
+    if not _is_number(length_penalty) or not -MOST_PENALTY <= length_penalty <= MOST_PENALTY:  # NaN fails this too
+        legal = f"must be a number from -{MOST_PENALTY} to {MOST_PENALTY}"
+        raise ParamsError(illegal("length_penalty", length_penalty, legal))
+    eos_ids = _ids(eos_ids)
+    width, block_size = int(width), int(block_size)
+    limit = min(int(max_tokens), model.config.max_length + 1 - len(prompt))
+    blocks = 2 * blocks_for(len(prompt) + limit, block_size)  # of a beam and its successor, for a moment
+    _check_memory(model, width, blocks, block_size)
+    room = width * blocks
     pool, cache = (
         BlockPool(room, block_size),
         PagedCache(model.config, room, block_size, model.dtype, model.device),
@@ -81,6 +92,8 @@ def beam_search(
                 chosen.append((parent, token, total))
         running = _continue(pool, running, chosen, limit)
         finished = sorted(finished, key=lambda beam: -beam.score)[:width]
+        if not running:  # every token of the vocabulary ends a text
+            break
         if len(finished) == width and finished[-1].score >= running[0][1] / length**length_penalty:
             break
     else:
@@ -90,6 +103,35 @@ def beam_search(
     pool.check([])
     result.beams = sorted(finished, key=lambda beam: -beam.score)[:width]
     return result
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _ids(eos_ids: Iterable[int]) -> frozenset[int]:
+    found = tuple(eos_ids) if isinstance(eos_ids, Iterable) else (None,)
+    if not all(_is_integer(token) and token >= 0 for token in found):
+        legal = "must be a list of token ids (whole numbers of at least 0); () where no token ends a text"
+        raise ParamsError(illegal("eos_ids", eos_ids, legal))
+    return frozenset(int(token) for token in found)
+
+
+def _check_memory(model: Decoder, width: int, blocks: int, block_size: int) -> None:
+    """Refuse what the memory could not hold if it were empty. blocks: of one beam."""
+    if (total := device_memory(model.device)) is None:
+        return
+    for name, value, unit in (
+        ("block_size", block_size, cache_bytes(model.config, 2, 1, model.dtype)),  # a beam has two blocks or more
+        ("width", width, cache_bytes(model.config, blocks, block_size, model.dtype)),
+    ):
+        if value > total // unit:
+            legal = f"at most {total // unit} fits the {total / 1e9:.1f} GB of memory of {model.device}"
+            raise ParamsError(illegal(name, value, legal))
 
 
 def _forward(runner: Runner, pool: BlockPool, running: list[tuple[Request, float]], result: BeamResult):

@@ -3,14 +3,18 @@
 Chapters 04 to 07. A step is four calls: the scheduler chooses tokens, the runner computes them, each row is sampled
 by its own parameters (or a draft is verified, chapter 16), the scheduler records what came out. Requests come and go
 between any two steps (continuous batching). A request that goes wrong is aborted by itself; the others do not notice.
+Threads take turns, step by step.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from numbers import Integral
 
 import torch
 
@@ -19,13 +23,13 @@ from minillm.cache.prefix_hash import HashIndex
 from minillm.cache.radix import RadixIndex
 from minillm.engine.batch import Batch
 from minillm.engine.graphs import make_runner
-from minillm.engine.memory import blocks_in, kv_budget, make_cache
+from minillm.engine.memory import blocks_in, check_room, kv_budget, make_cache
 from minillm.engine.options import EngineOptions
 from minillm.engine.outputs import Answer, Completion
-from minillm.engine.request import Request, RequestGroup
+from minillm.engine.request import Request, RequestGroup, State
 from minillm.engine.scheduler import Scheduler
 from minillm.engine.speculation import Speculator
-from minillm.errors import ParamsError
+from minillm.errors import ParamsError, illegal
 from minillm.model.decoder import Decoder
 from minillm.model.generate import check_prompt
 from minillm.model.sampling import Sampler, SamplingParams, SamplingState, token_logprobs
@@ -60,6 +64,7 @@ class Engine:
         options = options or EngineOptions()
         most = blocks_in(kv_budget(model.device), model.config, options, model.dtype)
         options = options.resolved(model.config, most)
+        check_room(options, model.config, model.dtype, model.device)
         self.model, self.options, self.tokenizer, self.sampler = model, options, tokenizer, Sampler(seed)
         self.eos_ids = tuple(model.config.eos_ids if eos_ids is None else eos_ids)
         self.pool = BlockPool(options.num_blocks, options.block_size, make_index(options))
@@ -72,6 +77,7 @@ class Engine:
             speculator.trees = hasattr(self.runner.cache, "move_slots")
         self.groups: dict[str, RequestGroup] = {}  # those that are not finished
         self._names = count()
+        self._lock, self._busy, self._late = threading.RLock(), False, []  # see `_at_work`
 
     @property
     def has_work(self) -> bool:
@@ -94,25 +100,53 @@ class Engine:
         check_prompt(prompt, self.model.config)
         if self.tokenizer is None and params.stop:
             raise ParamsError("stop strings need a tokenizer; this engine was made without one")
-        group = self._group(prompt, params, priority, salt, time.perf_counter() if arrival is None else arrival)
-        self.scheduler.add(group.requests[0])
-        self.groups[group.id] = group
+        if not isinstance(salt, str):
+            raise ParamsError(illegal("salt", salt, "must be a string"))
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            raise ParamsError(illegal("priority", priority, "must be a whole number; lower is more urgent"))
+        with self._at_work():
+            group = self._group(prompt, params, priority, salt, time.perf_counter() if arrival is None else arrival)
+            self.scheduler.add(group.requests[0])
+            self.groups[group.id] = group
         return group
 
     def _group(self, prompt, params, priority, salt, arrival) -> RequestGroup:
         limit = min(params.max_tokens, self.model.config.max_length + 1 - len(prompt))
-        name, requests = f"r{next(self._names)}", []
-        for index in range(params.n):
-            request = Request(name if params.n == 1 else f"{name}.{index}", prompt, limit, priority, salt)
+        name = f"r{next(self._names)}"
+        names = [name if params.n == 1 else f"{name}.{index}" for index in range(params.n)]
+        requests = [Request(each, prompt, limit, priority, salt) for each in names]
+        self.scheduler.refuse_if_hopeless(requests[0])  # before anything is drawn for it from the common seed
+        for index, request in enumerate(requests):
             state = self.sampler.start(params, prompt, index)
             request.answer = Answer(state, limit, self.eos_ids, self.tokenizer, arrival)
-            requests.append(request)
         requests[0].forks = requests[1:]
         return RequestGroup(name, requests)
 
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """One thread at a time. An abort that comes meanwhile comes from this very thread (a stream that the garbage
+        collector closes, say), perhaps in the middle of a step: it waits for the end."""
+        with self._lock:
+            self._busy = True
+            try:
+                yield
+            finally:
+                while self._late:
+                    self._abort(self._late.pop())
+                self._busy = False
+
     def abort(self, group: RequestGroup | str) -> None:
-        """End all answers of a group, whatever they are doing; their blocks are free at once. Twice is harmless."""
+        """End all answers of a group, whatever they are doing; their blocks are free at once, or at the end of the
+        step that is under way. Twice is harmless."""
         name = group if isinstance(group, str) else group.id
+        with self._lock:
+            if self._busy:
+                self._late.append(name)
+                return
+            with self._at_work():
+                self._abort(name)
+
+    def _abort(self, name: str) -> None:
         if (found := self.groups.pop(name, None)) is None:
             return
         for request in found.requests:
@@ -122,7 +156,17 @@ class Engine:
             self.speculator.release(found.requests)
 
     def step(self) -> list[TokenOutput]:
-        """One forward. Returns what it gave, request by request; nothing if there was nothing to do."""
+        """One forward. Returns what it gave, request by request; nothing if there was nothing to do. A step that
+        breaks off (no memory, Ctrl-C) leaves no trace but the tokens that it had handed out: all that run are
+        computed again, in the next steps."""
+        with self._at_work():
+            try:
+                return self._step()
+            except BaseException:
+                self._start_over()
+                raise
+
+    def _step(self) -> list[TokenOutput]:
         drafts = self.speculator.drafts(self.scheduler.running) if self.speculator is not None else None
         batch = self.scheduler.schedule(drafts)
         if not batch.entries:
@@ -152,6 +196,30 @@ class Engine:
         self.scheduler.update(batch, gained)
         self._finish([request for request in requests if request.answer.finish_reason is not None])
         return outputs
+
+    def _start_over(self) -> None:
+        """What was said is the truth, and K and V can be computed again; so nobody has to know how far a step came
+        that broke off. (A request that samples may go on with other draws.)"""
+        alive, host = [], self.scheduler.host_pool
+        for group in list(self.groups.values()):
+            owner = group.requests[0]
+            for request in group.requests:
+                request.tokens, request.table = [*request.prompt, *request.answer.token_ids], None
+                if request.answer.finish_reason is None and len(request.output) >= request.limit:
+                    request.answer.finish("length")
+                if request.answer.finish_reason is not None:
+                    request.state = State.FINISHED
+            if owner.finished or owner.output:  # who was to begin with its first token begins alone
+                owner.forks = []
+            alive += [r for r in group.requests if not r.finished and r not in owner.forks]
+            if self.speculator is not None:
+                self.speculator.release(group.requests)
+            if group.finished:
+                del self.groups[group.id]
+        self.pool.clear(make_index(self.options))
+        if host is not None:
+            host.clear()
+        self.scheduler.restart(alive)
 
     def _judge(self, logits: torch.Tensor, batch: Batch, rows: list[range], requests: list[Request]) -> list[tuple]:
         """(verdict, log-probabilities) of each request. A fork's first token is drawn from the logits of the prompt

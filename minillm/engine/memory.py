@@ -7,6 +7,8 @@ request that need not wait. On a CPU the memory belongs to others as well, so th
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 
@@ -14,8 +16,10 @@ from minillm.cache.block_pool import BlockPool
 from minillm.cache.paged import PagedCache, cache_bytes
 from minillm.cache.quantized_paged import QuantizedPagedCache, block_bytes, paged_format, recent_bytes
 from minillm.engine.options import EngineOptions
+from minillm.errors import ParamsError, illegal
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Decoder
+from minillm.model.weights import device_memory
 
 GPU_SHARE = 0.85  # of what is free now; the rest is for activations
 CPU_SHARE = 0.25  # of the machine's memory
@@ -42,6 +46,28 @@ def blocks_in(memory: int, config: ModelConfig, options: EngineOptions, dtype: t
     form = paged_format(options.kv_cache_dtype, size)
     free = memory - recent_bytes(config, form, size, options.max_num_seqs, dtype)
     return max(0, free) // block_bytes(config, form, size)
+
+
+def check_room(options: EngineOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse blocks, of options that are resolved, which the memory could not hold if it were empty."""
+    taken = 0
+    for name, where in (("num_blocks", device), ("num_host_blocks", torch.device("cpu"))):
+        blocks, total = getattr(options, name), device_memory(where)
+        if total is None or not blocks:
+            continue
+        memory = f"the {total / 1e9:.1f} GB of memory of {where}"
+        most = blocks_in(total, config, options, dtype)
+        if most == 0:
+            sizes = range(1, min(options.block_size, total))
+            largest = bisect_left(
+                sizes, True, key=lambda n: not blocks_in(total, config, replace(options, block_size=n), dtype)
+            )
+            raise ParamsError(illegal("block_size", options.block_size, f"at most {largest} tokens fit {memory}"))
+        if blocks > most - taken:
+            besides = f" besides num_blocks={taken}" if taken else ""
+            legal = f"at most {max(0, most - taken)} blocks of {options.block_size} tokens fit {memory}{besides}"
+            raise ParamsError(illegal(name, blocks, legal))
+        taken = blocks if device.type == "cpu" else 0
 
 
 def make_cache(model: Decoder, options: EngineOptions, pool: BlockPool) -> PagedCache | QuantizedPagedCache:

@@ -21,7 +21,7 @@ from minillm.cache.block_pool import BlockTable
 from minillm.cache.paged import PagedCache, PagedStep
 from minillm.engine.batch import Batch, Entry
 from minillm.engine.engine import Engine
-from minillm.engine.memory import blocks_in, kv_budget
+from minillm.engine.memory import blocks_in, check_room, kv_budget
 from minillm.engine.options import CHOICES, EngineOptions
 from minillm.engine.runner import Runner, pack
 from minillm.errors import ParamsError, illegal
@@ -272,7 +272,9 @@ def start_parallel(
 def _rank_zero(world, ranks, name, dtype, quantization, options) -> ParallelModel:
     model = load_rank(world, name, dtype, quantization)
     room = blocks_in(smallest_budget(world), model.config, options, model.dtype)
-    return ParallelModel(model, options.resolved(model.config, room), world, ranks)
+    options = options.resolved(model.config, room)
+    check_room(options, model.config, model.dtype, model.device)
+    return ParallelModel(model, options, world, ranks)
 
 
 def _under_torchrun(name, size, dtype, device, quantization, options) -> ParallelModel:

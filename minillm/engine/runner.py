@@ -24,7 +24,6 @@ from minillm.speculative.tree import tree_mask
 class Runner:
     def __init__(self, model: Decoder, cache: PagedCache) -> None:
         self.model, self.cache = model, cache
-        self.undone: list[tuple[str, list[tuple[int, int]]]] = []  # copies of a step that failed on the way
         self.keep_hidden = False  # for drafts that read the target's features (chapter 17)
         self.hidden: Tensor | None = None  # [tokens, hidden] of the last forward, if they are to be kept
 
@@ -47,17 +46,13 @@ class Runner:
             self.cache.move_slots(moves)
 
     def copy(self, batch: Batch) -> None:
-        """Block copies, in the order the scheduler decided them: copy-on-write, and swaps to and from the host. Where
-        one fails, the next step makes up for it first: the block tables name the new places already."""
-        self.undone += batch.copies
-        while self.undone:
-            kind, pairs = self.undone[0]
+        """Block copies, in the order the scheduler decided them: copy-on-write, and swaps to and from the host."""
+        for kind, pairs in batch.copies:
             if kind == "copy":
                 self.cache.copy_blocks(pairs)
             else:
                 sources, targets = (list(side) for side in zip(*pairs))
                 (self.cache.swap_out if kind == "swap_out" else self.cache.swap_in)(sources, targets)
-            del self.undone[0]
 
 
 def pack(batch: Batch, device: torch.device, num_blocks: int) -> tuple[Tensor, PagedStep, Tensor]:

@@ -327,6 +327,16 @@ class Scheduler:
             if self.log:
                 self.log[-1].finished.append(request.id)
 
+    def restart(self, requests: Iterable[Request]) -> None:
+        """These, and no others, are to be computed, from their first token on; each has its old place in the queue.
+        The pools were cleared."""
+        self.running.clear()
+        self._waiting, self.num_waiting = [], 0
+        for request in requests:
+            request.table, request.computed, request.on_host = None, 0, False
+            request.state = State.WAITING if request.state is State.WAITING else State.PREEMPTED
+            self._enqueue(request)
+
     def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.order, request))
         request.queued = True

@@ -64,7 +64,7 @@ def as_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError, ValueError, ImportError, AssertionError) as error:
         raise ParamsError(illegal("device", device, DEVICES)) from error
-    usable = chosen.type in ("cpu", "cuda", "meta") or (chosen.type == "mps" and torch.backends.mps.is_available())
+    usable = chosen.type in ("cpu", "cuda") or (chosen.type == "mps" and torch.backends.mps.is_available())
     if not usable:
         raise ParamsError(illegal("device", device, DEVICES))
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
