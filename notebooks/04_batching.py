@@ -295,7 +295,7 @@ print("12 requests in 4 slots, in 1 slot, in 3 slots in reversed order: every to
 # A step of the engine, from source:
 
 # %%
-print(inspect.getsource(Engine.step))
+print(inspect.getsource(Engine._step))
 
 # %% [markdown]
 # | it adds | because |
