@@ -442,7 +442,7 @@ def random_operations(count, num_blocks=24, size=4, seed=0):
 
     for step in range(count):
         what = rng.choice(("new", "append", "append", "append", "fork", "truncate", "free")) if live else "new"
-        if len(live) == 6 and what in ("new", "fork"):
+        if len(live) == 9 and what in ("new", "fork"):
             what = "free"  # else the pool would be full all the time, and most operations refused
         table, text = rng.choice(live) if live and what != "new" else (BlockTable(size), [])
         before = pool.free_count, list(table.blocks), table.length
