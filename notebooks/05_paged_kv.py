@@ -922,7 +922,8 @@ plt.show()
 # holds one block or two, and a third is wanted free. Bookkeeping falls fast up to 16 and little after. Engines sit
 # there: vLLM's default is 16 (`CacheConfig` in its documentation). Waste is counted at the end of each text here;
 # section 1 counted it at every step, while texts were shorter, so it found more. Our own `PagedCache` gathers by
-# slot, so the green curve is what a kernel gains that reads whole blocks.
+# slot, so the green curve is what a kernel gains that reads whole blocks. A jump at its right end is torch, which
+# copies so few, large rows on one thread.
 #
 # And the whole engine, in memory for 4 contexts, at the ends:
 

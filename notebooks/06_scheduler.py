@@ -579,7 +579,7 @@ plt.show()
 
 # %% [markdown]
 # *From right to left: the gap falls with the budget, until the fixed cost of a step is all that is left of it (a
-# worst gap is also the largest of ever more steps, so noise lifts the left end); the TTFT rises with the number of
+# worst gap is also the largest of ever more steps, so noise may lift the left end); the TTFT rises with the number of
 # steps, up to a token a step at a budget of R + 1.* The corner between them is where to stand. On a GPU it lies near
 # the ridge of the roofline (屋顶线, chapter 00): up to there more tokens in a step are almost free.
 #
