@@ -918,12 +918,12 @@ plt.show()
 
 # %% [markdown]
 # *Left: counted, the same on every machine. Right: this machine.* From 1 to 16 waste grows to 6 % and a sixth of the
-# requests at once is lost; from 16 to 256 nearly all that is left. At 256 as few run as with reservation: a text
-# holds one block or two, and a third is wanted free. Bookkeeping falls fast up to 16 and little after. Engines sit
-# there: vLLM's default is 16 (`CacheConfig` in its documentation). Waste is counted at the end of each text here;
-# section 1 counted it at every step, while texts were shorter, so it found more. Our own `PagedCache` gathers by
-# slot, so the green curve is what a kernel gains that reads whole blocks. A jump at its right end is torch, which
-# copies so few, large rows on one thread.
+# requests at once is lost; from 16 to 256 three quarters of the rest. At 256 as few run as with reservation: each
+# holds a block or two, and wants one kept free. Bookkeeping falls fast up to 16 and little after. Engines sit there:
+# vLLM's default is 16 (`CacheConfig` in its documentation). Waste is counted at the end of each text here; section 1
+# counted it at every step, while texts were shorter, so it found more. Our own `PagedCache` gathers by slot, so the
+# green curve is what a kernel gains that reads whole blocks. A jump at its right end is torch, which copies so few,
+# large rows on one thread.
 #
 # And the whole engine, in memory for 4 contexts, at the ends:
 

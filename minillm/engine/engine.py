@@ -106,8 +106,8 @@ class Engine:
             raise ParamsError(illegal("priority", priority, "must be a whole number; lower is more urgent"))
         with self._at_work():
             group = self._group(prompt, params, priority, salt, time.perf_counter() if arrival is None else arrival)
+            self.groups[group.id] = group  # first, so that who is queued is known, whatever interrupts
             self.scheduler.add(group.requests[0])
-            self.groups[group.id] = group
         return group
 
     def _group(self, prompt, params, priority, salt, arrival) -> RequestGroup:
@@ -211,7 +211,8 @@ class Engine:
                     request.state = State.FINISHED
             if owner.finished or owner.output:  # who was to begin with its first token begins alone
                 owner.forks = []
-            alive += [r for r in group.requests if not r.finished and r not in owner.forks]
+            later = set(owner.forks)
+            alive += [r for r in group.requests if not r.finished and r not in later]
             if self.speculator is not None:
                 self.speculator.release(group.requests)
             if group.finished:

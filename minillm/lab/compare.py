@@ -32,6 +32,24 @@ def mismatch(got: Any, expected: Any, rtol=None, atol=None, dtype=None, where: s
     return _exact(got, expected, where)
 
 
+def whole(got: Any, expected: Any) -> str | None:
+    """A `compare` for counts and places: as `mismatch`, and a float is refused even where it is equal."""
+    got = list(got) if isinstance(got, Iterator) else got
+    if wrong := mismatch(got, expected):
+        return wrong
+    found = floats(got)
+    return f"expected ints, got the float {found[0]!r}: a count or a place is a whole number" if found else None
+
+
+def floats(value: Any) -> list[float]:
+    """The numbers that are not whole ones by type, in lists of lists."""
+    if is_array(value):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in floats(item)]
+    return [value] if isinstance(as_number(value), float) else []
+
+
 def is_array(value: Any) -> bool:
     """A torch tensor or a numpy array."""
     module = type(value).__module__.partition(".")[0]

@@ -201,7 +201,10 @@ def beside(rows: list[dict], unit: str, title: str = "", ax=None, log: bool = Fa
     unit_axis(ax.xaxis, unit, "")
     names = {"technique": "here", "recorded": "recorded GPU", "prediction": "prediction"}
     names["ceiling"] = "least possible" if unit == "s" else "ceiling"  # a bound on times lies below them
-    shown = {"technique", *(key for row in rows for key in names if key in row and (key == "recorded" or row[key]))}
+    shown = {
+        "technique",
+        *(key for row in rows for key in names if (key == "recorded" and key in row) or row.get(key) is not None),
+    }
     handles = [plt.Rectangle((0, 0), 1, 1, color=MEANING[key]) for key in names if key in shown]
     labels = [name for key, name in names.items() if key in shown]
     ax.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)

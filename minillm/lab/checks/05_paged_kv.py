@@ -6,11 +6,11 @@ Chapter 05.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from minillm.cache.block_pool import BlockPool, NoRoom
 from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number, describe, is_array, mismatch
+from minillm.lab.compare import as_number, describe, floats, whole
 from minillm.lab.estimates import estimates, slips
 
 
@@ -42,24 +42,6 @@ def operations(lines, right, what: str) -> Drive:
     """lines(answer): a generator of a line an operation. right: an answer that is known to be right."""
     expected = until_wrong(lines(right))
     return Drive(lambda answer: until_wrong(lines(answer), expected), expected, what, compare=lines_differ)
-
-
-def floats(value) -> list:
-    """The numbers that are not whole ones by type, in lists of lists."""
-    if is_array(value):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [number for item in value for number in floats(item)]
-    return [value] if isinstance(as_number(value), float) else []
-
-
-def whole(got, expected):
-    """What differs, and whether floats were given for ints."""
-    got = list(got) if isinstance(got, Iterator) else got
-    wrong, found = mismatch(got, expected), floats(got)
-    return wrong or (
-        f"expected ints, got {found[0]!r}: a slot, a length or a block is a whole number" if found else None
-    )
 
 
 # 1

@@ -11,18 +11,8 @@ from fractions import Fraction
 from math import ceil
 
 from minillm.lab.check import Case, Drive, Hint, register
-from minillm.lab.compare import as_number, mismatch
+from minillm.lab.compare import whole
 from minillm.lab.estimates import estimates, slips
-
-
-def counted(got, expected):
-    """As `mismatch`, and a float is no count, even where it is equal."""
-    got = list(got) if isinstance(got, Iterator) else got
-    if text := mismatch(got, expected):
-        return text
-    parts = [got] if as_number(got) is not None else [part for pair in got for part in pair]
-    return next((f"expected an int, got the float {part}" for part in parts if type(as_number(part)) is float), None)
-
 
 # 1. Admission.
 
@@ -69,7 +59,7 @@ def admit(rng):
             for k in range(min(slots, len(waiting)) + 1)
             if k == 0 or sum((t + size - 1) // size for t in waiting[:k]) + spare <= free
         ]
-        yield Case((waiting, slots, free, size, spare), max(fitting), compare=counted)
+        yield Case((waiting, slots, free, size, spare), max(fitting), compare=whole)
 
 
 # 2. One step.
@@ -153,7 +143,7 @@ def plan_step(rng):
         for place in [i for i in line for _ in range(requests[i][0] - requests[i][1])][:budget]:
             given[place] += 1
         expected = [(n, c + n == t) for n, (t, c) in zip(given, requests)]
-        yield Case((requests, budget), expected, compare=counted)
+        yield Case((requests, budget), expected, compare=whole)
 
 
 # 3. Preemption.
